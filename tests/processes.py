@@ -428,8 +428,12 @@ class Run:
         """Do what `rainband join` does in a namespace, with this run's invitation."""
         invitation = self.directory / "invite.txt"
         wait_for(invitation.is_file, "the invitation")
+        return self.command(namespace, "join", str(invitation), *words)
+
+    def command(self, namespace: str, *words: str) -> Joined:
+        """Do what a command does in a namespace."""
         output = f"{self.order.output}-{namespace}-{time.monotonic_ns()}"
-        order = Order(output, None, ("join", str(invitation), *words), namespace=namespace)
+        order = Order(output, None, words, namespace=namespace)
         token = self.starter.zygote.spawn("tests.processes:launch", msgspec.json.encode(order), "joiner")
         return Joined(self, token, order)
 

@@ -104,6 +104,23 @@ def test_ctrl_c_on_the_other_machine_gives_its_batches_back(
     assert [event.node for event in run.all(events.Lost)] == ["worker 1"]
 
 
+def test_a_server_may_run_on_another_machine(launcher: RunLauncher, tmp_path: Path, machines: Machines) -> None:
+    """It joins before the run begins; then the machine asks once more, and is told that servers are too late."""
+    there, address = machines.names[1], machines.address(1)
+    bring = ("--servers", "1", "--workers", "1", "--listen", f"{address}:{PORT}")
+    with listening(launcher, tmp_path, machines, planned=2, servers=1, options={"min_workers": 2}) as run:
+        joined = run.join(there, *bring)
+        assert run.first(events.Linked, worker=0).links == ("shm", "tls")
+        assert run.first(events.Linked, worker=1).links == ("tls", "shm")
+        late = run.join(there, *bring[:-1], f"{address}:{PORT + 1}")
+        assert late.ended() == 1 and "the run has begun, and its servers cannot change any more" in late.printed()
+        doctor = run.command(there, "doctor", "--to", str(run.directory / "invite.txt"))
+        assert doctor.ended() == 0, doctor.printed()
+        run.gate.open()
+        assert joined.ended() == 0, joined.printed()
+    assert finished_exactly(run)
+
+
 @pytest.mark.parametrize("strategy", ["downpour", "sync"])
 def test_a_machine_that_is_cut_off_returns(
     launcher: RunLauncher, tmp_path: Path, machines: Machines, strategy: str

@@ -10,13 +10,13 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import typer
 
 from rainband import __version__
 from rainband.cli.options import PrintJson, print_lines
-from rainband.cli.report_errors import FAILED
+from rainband.cli.report_errors import FAILED, report_errors
 from rainband.views.formatting import size, table, whole
 
 FEW_FILES = 256  # a server has a few open files per worker
@@ -33,16 +33,39 @@ class Finding:
     advice: str = ""
 
 
-def command(as_json: PrintJson = False) -> None:
-    """Check that this machine has what a run requires."""
-    findings = examine()
+def command(
+    to: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Check instead whether a run that listens there can be reached; with the file of an invitation, "
+            "also whether this machine may join it.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: PrintJson = False,
+) -> None:
+    """Check that this machine has what a run requires.
+
+    \b
+    rainband doctor
+    rainband doctor --to 10.0.0.5:7070
+    rainband doctor --to invite.txt
+    """
+    if to is None:
+        findings = examine()
+        summary = "Everything that is required is here.", "Something that is required is missing."
+    else:
+        with report_errors():
+            findings = list(_way_to(to))
+        summary = f"{to} can be reached.", f"{to} cannot be used from this machine."
     well = all(finding.verdict != "missing" for finding in findings)
     if as_json:
         import msgspec
 
         typer.echo(msgspec.json.encode({"ok": well, "findings": list(map(asdict, findings))}).decode())
     else:
-        print_lines(_report(findings, well))
+        print_lines(_report(findings, summary[0] if well else summary[1]))
     raise typer.Exit(0 if well else FAILED)
 
 
@@ -52,12 +75,20 @@ def examine() -> list[Finding]:
     return [*(check() for check in (*machine, _loopback, _local_sockets, _open_files)), *_libraries()]
 
 
-def _report(findings: list[Finding], well: bool) -> list[str]:
+def _way_to(run: str) -> Iterator[Finding]:
+    """Check each step on the way to a run of another machine."""
+    from rainband.runtimes.machines.reach import reach
+
+    for one in reach(run):
+        yield Finding(one.name, "ok" if one.is_good else "missing", one.found, one.advice)
+
+
+def _report(findings: list[Finding], summary: str) -> list[str]:
     marks = {"ok": "ok", "note": "note", "missing": "MISSING"}
     lines = table([(marks[f.verdict], f.name, f.found) for f in findings])
     if todo := [finding for finding in findings if finding.advice]:
         lines += ["", "What to do:", *table([(f.name, f.advice) for f in todo], indent="  ")]
-    return [*lines, "", "Everything that is required is here." if well else "Something that is required is missing."]
+    return [*lines, "", summary]
 
 
 def _python() -> Finding:

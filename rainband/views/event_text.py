@@ -26,8 +26,10 @@ def lasting_lines(event: AnyEvent, so_far: RunSoFar, verbose: bool = False) -> l
             return [_guard_acted(event)]
         case events.Listening():
             return _how_to_join(event, so_far)
-        case events.MachineJoined():
+        case events.MachineJoined(left=""):
             return [f"{event.machine} joined as {numbered(event.workers, event.servers)}"]
+        case events.MachineJoined():
+            return [f"{event.machine} with {numbered(event.workers, event.servers)} has left ({event.left})"]
         case events.Returned():
             return [f"{event.node} is active again"]
         case events.IterationDone() if event.end:

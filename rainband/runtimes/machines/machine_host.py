@@ -116,6 +116,7 @@ class MachineHost:
             key=role_keys(secret, "machine")["machine"],
         )
         self.machines: dict[Peer, MachineJoin] = {}  # those that have joined
+        self.left: set[Peer] = set()  # of these, those that are gone
         self.incarnations: dict[int, int] = {}  # worker -> the last one that was started
         self.file_bytes = 0  # of the model that is being received
 
@@ -169,18 +170,31 @@ class MachineHost:
             case ProcessEnded() if joined is not None and message.peer.role in ("worker", "server"):
                 self.host.lost(message.peer, message.cause)
             case Leave() if joined is not None:
+                self._report_left(sender, "Ctrl-C there")
                 self.host.send(coordinator.dismiss(joined.ranks, now))
 
     def lost(self, machine: Peer) -> None:
-        """Note that a machine's connection is closed: it connects again, or its workers are lost by themselves."""
+        """Report that a machine's connection is closed: it connects again, or its workers are lost by themselves."""
+        if self.host.coordinator.state.phase not in OVER:
+            self._report_left(machine, "its connection closed")
+
+    def _report_left(self, machine: Peer, why: str) -> None:
+        joined = self.machines.get(machine)
+        if joined is not None and machine not in self.left:
+            self.left.add(machine)
+            gone = events.MachineJoined(at_s=self.host.now(), machine=joined.name, workers=joined.ranks, left=why)
+            self.emit(gone)
 
     def _join(self, sender: Peer, join: MachineJoin, coordinator: Coordinator) -> MachineWelcome:
-        if refused := self._why_refused(join, coordinator):
-            if not join.ranks:
+        brings = bool(join.ranks or join.workers or join.servers)  # otherwise it only asks whether it may join
+        if (refused := self._why_refused(join, coordinator)) or not brings:
+            if brings and not join.ranks:
                 self.emit(events.Warned(at_s=self.host.now(), text=f"the machine {join.name} was refused: {refused}"))
-            return MachineWelcome(refused=refused)
+            return MachineWelcome(refused=refused, run=self.directory.name)
         if join.ranks:  # it is connected again
             self.machines[sender] = join
+            self.left.discard(sender)
+            self.emit(events.MachineJoined(at_s=self.host.now(), machine=join.name, workers=join.ranks))
             return MachineWelcome(run=self.directory.name)
         ranks = tuple(coordinator.admission.new_ranks(join.workers))
         servers = tuple(coordinator.admission.expect_servers(join.servers)) if join.servers else ()

@@ -266,8 +266,8 @@ class Launcher(Run):
 
     def lost(self, peer: Peer) -> None:
         """A connection closed; the zygote reports a moment later how the process ended."""
-        if peer.role == "machine":
-            return  # its workers have connections of their own
+        if peer.role == "machine" and self.machines is not None:
+            return self.machines.lost(peer)  # its workers have connections of their own
         deadline = time.monotonic() + EXIT_KNOWN_S
         while peer not in self.causes and peer in self.processes.values() and self.coordinator.state.phase != "over":
             if not readable_within(self.zygote, deadline - time.monotonic()):
