@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rainband.errors import RainbandError
 from rainband.protocol import events
-from rainband.transports.connect import this_machine
+from rainband.protocol.messages import Address, Heartbeat, Leave, Peer, ProcessEnded, ServerJoin, Shutdown, encode
+from rainband.runtimes.machines.invitation import read_invitation
+from rainband.transports.connect import connect, this_machine
+from rainband.transports.frames import pack
+from rainband.transports.hub import MAX_UNKNOWN
 from tests.machines import Machines
-from tests.processes import Run, RunLauncher, enter_namespace, exact, wait_for
+from tests.processes import DEADLINE_S, Run, RunLauncher, enter_namespace, exact, wait_for
 from tests.test_launcher import balanced
 
 pytestmark = pytest.mark.processes
@@ -192,6 +197,73 @@ def send_bytes(job: bytes, fds: list[int]) -> None:
         except ConnectionError:
             pass
         file.write(b".")
+
+
+def attack(job: bytes, fds: list[int]) -> None:
+    """Do to a run from another machine what must change nothing, and write how each attempt ended."""
+    name, _, path = job.decode().partition(" ")
+    enter_namespace(name)
+    invitation = read_invitation(path)
+    where, run_id = invitation.address, invitation.run_id
+    me, keys = Peer("machine", 1), {"machine": invitation.key}
+    idle = [socket.create_connection((where.host, where.port)) for _ in range(MAX_UNKNOWN)]
+
+    def outcome(run: Callable[[], object]) -> str:
+        try:
+            run()
+        except RainbandError as error:
+            return f"{type(error).__name__}: {error}"
+        return "admitted"
+
+    def after_welcome(sent: bytes) -> str:
+        sock, _, key = connect(where, False, keys, run_id, me, DEADLINE_S)
+        with sock:
+            sock.sendall(sent or b"".join(pack(encode(message), None, key) for message in FORBIDDEN))
+            sock.settimeout(1.0)
+            try:
+                return "closed" if not sock.recv(1) else "answered"
+            except TimeoutError:
+                return "ignored"
+            except ConnectionError:
+                return "closed"
+
+    outcomes = [
+        outcome(lambda: connect(where, False, {"machine": bytes(32)}, run_id, me, DEADLINE_S)),
+        outcome(lambda: connect(where, False, keys, bytes(16), me, DEADLINE_S)),
+        outcome(lambda: connect(where, False, {"server": invitation.key}, run_id, Peer("server", 0), DEADLINE_S)),
+        after_welcome(b"\xff" * 64),
+        after_welcome(pack(encode(Heartbeat()), None, 0)[:-1] + b"?"),
+        after_welcome(b""),
+    ]
+    with open(fds[0], "w") as file:
+        file.write("\n".join(outcomes) + "\nend")
+    for sock in idle:
+        sock.close()
+
+
+FORBIDDEN = [
+    Shutdown("by a stranger"),
+    ProcessEnded(Peer("worker", 0), "a lie"),
+    ServerJoin(Address("", 0), ""),
+    Leave(),
+]
+
+
+def test_attacks_from_another_machine_change_nothing(launcher: RunLauncher, tmp_path: Path, machines: Machines) -> None:
+    with listening(launcher, tmp_path, machines) as run:
+        invitation = run.directory / "invite.txt"
+        wait_for(invitation.is_file, "the invitation")
+        path = tmp_path / "outcomes"
+        with path.open("w") as file:
+            job = f"{machines.names[1]} {invitation}".encode()
+            launcher.zygote.spawn("tests.test_machines:attack", job, "", [file.fileno()])
+        wait_for(lambda: path.read_text().endswith("end"), "the end of the attacks")
+        key, other_run, role, *after = path.read_text().splitlines()[:-1]
+        assert "secret mismatch" in key and "another run" in other_run and "secret mismatch" in role
+        assert after == ["closed", "closed", "ignored"]
+        run.gate.open()
+    assert finished_exactly(run)
+    assert not run.all(events.Lost)
 
 
 def test_the_secret_is_in_the_invitation_only(launcher: RunLauncher, tmp_path: Path, machines: Machines) -> None:

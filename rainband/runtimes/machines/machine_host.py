@@ -116,6 +116,7 @@ class MachineHost:
             key=role_keys(secret, "machine")["machine"],
         )
         self.machines: dict[Peer, MachineJoin] = {}  # those that have joined
+        self.servers: dict[Peer, tuple[int, ...]] = {}  # that machines have brought
         self.left: set[Peer] = set()  # of these, those that are gone
         self.incarnations: dict[int, int] = {}  # worker -> the last one that was started
         self.file_bytes = 0  # of the model that is being received
@@ -167,11 +168,16 @@ class MachineHost:
             case RestartRequest() if joined is not None and message.rank in joined.ranks:
                 self.incarnations[message.rank] = self.incarnations.get(message.rank, 0) + 1
                 self.hub.send(sender, Restart(message.rank, self.incarnations[message.rank]))
-            case ProcessEnded() if joined is not None and message.peer.role in ("worker", "server"):
+            case ProcessEnded() if joined is not None and message.peer in self._processes_of(sender):
                 self.host.lost(message.peer, message.cause)
             case Leave() if joined is not None:
                 self._report_left(sender, "Ctrl-C there")
                 self.host.send(coordinator.dismiss(joined.ranks, now))
+
+    def _processes_of(self, machine: Peer) -> set[Peer]:
+        """Return the processes that a machine may report: those that it has brought."""
+        workers = {Peer("worker", rank, self.incarnations.get(rank, 0)) for rank in self.machines[machine].ranks}
+        return workers | {Peer("server", number) for number in self.servers.get(machine, ())}
 
     def lost(self, machine: Peer) -> None:
         """Report that a machine's connection is closed: it connects again, or its workers are lost by themselves."""
@@ -198,7 +204,7 @@ class MachineHost:
             return MachineWelcome(run=self.directory.name)
         ranks = tuple(coordinator.admission.new_ranks(join.workers))
         servers = tuple(coordinator.admission.expect_servers(join.servers)) if join.servers else ()
-        self.machines[sender] = msgspec.structs.replace(join, ranks=ranks)
+        self.machines[sender], self.servers[sender] = msgspec.structs.replace(join, ranks=ranks), servers
         self.emit(events.MachineJoined(at_s=self.host.now(), machine=join.name, workers=ranks, servers=servers))
         keys = role_keys(self.secret, *(("worker", "server") if servers else ("worker",)))
         config = msgspec.msgpack.encode(self.config)
