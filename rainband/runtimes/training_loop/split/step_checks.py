@@ -1,4 +1,4 @@
-"""What happens around each step() of a loop's optimizers whose gradients are averaged."""
+"""Checks around each step() of the optimizers of a loop whose gradients are averaged."""
 
 from __future__ import annotations
 
