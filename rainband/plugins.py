@@ -16,7 +16,7 @@ from rainband.strategy import Strategy
 
 
 class Family(NamedTuple):
-    """Plugins of one kind: the built-in ones are classes, each in a file of its own in one folder of the package."""
+    """Plugins of one kind: the built-in ones are classes, each in a file of its own below one folder of the package."""
 
     kind: str  # "strategy" or "task"
     folder: str
@@ -33,8 +33,18 @@ STRATEGIES = Family("strategy", "strategies", _is_strategy)
 
 def names_of(family: Family) -> list[str]:
     """Return the names of the built-in plugins, without importing them."""
-    files = (Path(__file__).parent / family.folder).glob("*.py")
-    return sorted({file.stem for file in files if not file.stem.startswith("_")} - family.no_plugins)
+    return sorted(_modules_of(family))
+
+
+def _modules_of(family: Family) -> dict[str, str]:
+    """Return the module of each built-in plugin, by name; sub-folders only group files."""
+    root = Path(__file__).parent
+    files = (file.relative_to(root) for file in (root / family.folder).rglob("*.py") if not file.stem.startswith("_"))
+    return {
+        file.stem: ".".join(("rainband", *file.with_suffix("").parts))
+        for file in files
+        if file.stem not in family.no_plugins
+    }
 
 
 def find(family: Family, name: str) -> Any:
@@ -46,7 +56,8 @@ def find(family: Family, name: str) -> Any:
             f"no {family.kind} named '{name}'{did_you_mean(name, names)}: choose from {', '.join(names)}, "
             f"or type module:name for your own {family.kind}."
         )
-    module = importlib.import_module(f"rainband.{family.folder.replace('/', '.')}.{name}")
+    default = f"rainband.{family.folder.replace('/', '.')}.{name}"
+    module = importlib.import_module(_modules_of(family).get(name, default))
     classes = [value for value in vars(module).values() if inspect.isclass(value) and family.is_plugin(value)]
     (found,) = [cls for cls in classes if cls.__module__ == module.__name__]
     return found

@@ -13,7 +13,7 @@ This file does not import torch, so that `rainband --help` stays fast.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self
 
@@ -24,12 +24,13 @@ from rainband.settings import check_arguments
 if TYPE_CHECKING:
     from rainband.coordinator_api import CoordinatorApi
     from rainband.model.gradient import Gradient as Gradient
+    from rainband.model.model_vector import ModelVector as ModelVector
     from rainband.protocol.lr_schedules import Schedule
     from rainband.protocol.optimizer_spec import OptimizerSpec
     from rainband.rules.rule import Rule
     from rainband.stage import PipelineStage, StageVersions
 else:
-    Gradient = Any  # strategies import the name for annotations only
+    Gradient = ModelVector = Any  # strategies import the names for annotations only
 
 
 # ---- what a strategy declares ---------------------------------------------------------------------------------------
@@ -48,12 +49,18 @@ class Requirements:
     coordinated: bool = False  # coordinate() runs on the coordinator, and decides how often the data is used
     shared_memory: bool = False  # all workers write to one copy of the parameters, on one machine
     split_batches: bool = False  # workers share each batch (`worker.parts`, `worker.mean`), on one machine
+    local_steps: bool = False  # workers train models of their own, and average them in rounds (`worker.models`)
     whole_model: bool = False  # a worker must hold the whole model: no stages
     stages: StageVersions | None = None  # a pipeline whose stages step by themselves, with these weight versions
     custom_loop: bool = True  # it can be used in a user's own training loop
     guard: bool = False  # the divergence guard may lower the learning rate or tighten the bound
     bound_range: tuple[int, int] | None = None  # the guard may also loosen the rule's bound, within these limits
     not_replayable: str = ""  # why the order of pushes and reads is not enough to repeat a run; empty: it is enough
+
+    @property
+    def in_rounds(self) -> bool:
+        """Return True if workers meet in rounds, in memory that they share, instead of at servers."""
+        return self.split_batches or self.local_steps
 
     def replay_obstacle(self) -> str:
         """Return why a recorded run cannot be replayed; empty: it can."""
@@ -191,6 +198,10 @@ class Worker(Protocol):
         A worker that did not take part, because it was paused, gets a gradient that optimizers ignore.
         """
 
+    @property
+    def models(self) -> Models:
+        """Return the rounds in which workers exchange their models; only with `local_steps`."""
+
     def gradient(self, batch: Batch | BatchPart) -> Awaitable[Gradient]:
         """Compute the gradient of the mean loss of a batch, or of a part of it, at `params`."""
 
@@ -213,6 +224,62 @@ class LocalOptimizer(Protocol):
 
     def step(self, gradient: Gradient) -> None:
         """Make one step, at the scheduled learning rate of the gradient's batch; its batches count as applied."""
+
+
+class Models(Protocol):
+    """The models of all workers, seen from one of them: in each round, every worker makes steps of its own.
+
+    If a worker is lost, the others go on, and process its batches of the open round in the next ones: what it had
+    changed since the last mean is lost with it. A worker that joins receives another worker's model, optimizer state
+    and `shared`.
+    """
+
+    shared: dict[
+        str, Any
+    ]  # vectors and numbers; is equal on all workers, and given to those that join: replace its values
+
+    @property
+    def members(self) -> Sequence[int]:
+        """Return the ranks of the workers that take part in this round."""
+
+    async def begin(self) -> bool:
+        """End the round before, and begin the next one; False: all data is processed, or the run stops."""
+
+    def batches(self, number: int) -> Iterable[Batch]:
+        """Return this worker's next batches of the data, once in each round.
+
+        All workers must give the same number, of batches for each worker; at the end of the data, some get fewer.
+        """
+
+    def weights(self) -> ModelVector:
+        """Return a copy of this worker's parameters."""
+
+    def replace(self, weights: ModelVector) -> None:
+        """Set this worker's parameters."""
+
+    async def mean(
+        self, weights: ModelVector | None = None, part: range | None = None, equally: bool = False
+    ) -> ModelVector:
+        """Return the mean over the workers, of the parameters unless given, weighted by the samples of this round.
+
+        `part`: only of these parameters; the others are returned as given. `equally`: every worker counts alike. All
+        workers must await it at the same place, once or more in each round.
+        """
+
+    async def mean_of_optimizers(self) -> None:
+        """Replace the state of this worker's optimizer by the mean over the workers."""
+
+    @property
+    def loss(self) -> float:
+        """Return the mean loss of the last round's batches, over all workers; NaN before the first mean."""
+
+    @property
+    def is_last(self) -> bool:
+        """Return True if no data is left after this round."""
+
+    @property
+    def progress(self) -> float:
+        """Return the fraction of the data that was processed before this round."""
 
 
 class Servers(Protocol):

@@ -61,7 +61,7 @@ class Coordinator:
         """`journal`: of a coordinator that this one replaces."""
         requires = Requirements() if strategy is None else strategy.requires
         self.state = state = RunState(settings)
-        self.split_batches = requires.split_batches  # each worker can report what all together have done
+        self.in_rounds = requires.in_rounds  # each worker can report what all together have done
         self.reporting = Reporting(state)
         self.shutdown = RunEnd(state, self.reporting)
         self.full_batch: FullBatchDuty | None = None
@@ -141,7 +141,7 @@ class Coordinator:
     def _reported(self, sender: Peer, report: Report, now: float) -> list[CoordinatorOutput]:
         """Take the accepted batches and the measurements of a server."""
         state = self.state
-        if self.split_batches:
+        if self.in_rounds:
             return self._reported_rounds(sender, report, now)
         if sender.role == "worker" and not state.settings.num_servers:
             state.servers.setdefault(sender.index, ServerState(sender, Address("", 0)))  # it holds the parameters

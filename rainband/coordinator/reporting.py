@@ -127,7 +127,10 @@ class Reporting:
                 pushed_bytes=sum(w.heartbeat.pushed_bytes for w in self.state.workers.values()),
                 pulled_bytes=sum(w.heartbeat.pulled_bytes for w in self.state.workers.values()),
                 computed_s={i: w.heartbeat.computed_s for i, w in staged.items()},
-                sent_bytes={i: w.heartbeat.sent_bytes for i, w in staged.items()},
+                sent_bytes={
+                    i: w.heartbeat.sent_bytes for i, w in connected.items() if staged or w.heartbeat.sent_bytes
+                },
+                disagreement=next((w.heartbeat.disagreement for w in connected.values()), None),
                 waiting_for={i: holder for i, w in connected.items() if (holder := _held_by(w)) is not None},
             )
         )

@@ -157,8 +157,11 @@ class Progress(Event, frozen=True):
     pushed_bytes: int = 0  # to the servers, by all workers so far
     pulled_bytes: int = 0  # from them
     computed_s: dict[int, float] = {}  # where several workers compute one model together: of each, so far
-    sent_bytes: dict[int, int] = {}  # the same: of tensors, to the others of its team
+    sent_bytes: dict[int, int] = {}  # of tensors, by workers to each other: of a model in stages, or of whole models
     waiting_for: dict[int, int] = {}  # worker -> the worker that it has been waiting for over several reports
+    disagreement: float | None = (
+        None  # of models that workers train by themselves: root mean square distance from the mean
+    )
 
 
 class EndCause(IntEnum):

@@ -496,6 +496,7 @@ class Heartbeat(Message, frozen=True, tag=111):
     sent_bytes: int = 0  # to the other workers of its replica
     held_by: int | None = None  # the worker that it waits for now, if that is known
     account: SampleAccount | None = None  # of workers that share each batch
+    disagreement: float | None = None  # of workers that train models of their own: their distance from the mean model
 
 
 class Finish(Message, frozen=True, tag=112):

@@ -28,6 +28,7 @@ class Stats:
     waited_for: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # worker -> seconds
     waited_s: float = 0.0  # seconds spent waiting, for whatever it was
     account: SampleAccount | None = None  # of workers that share each batch
+    disagreement: float | None = None  # of workers with models of their own
 
     def waited(self, seconds: float) -> None:
         """Record a finished wait, and the worker that was waited for, if known."""
@@ -56,4 +57,5 @@ class Stats:
             metrics=self.metrics,
             held_by=self.held_by if self.waiting else None,
             account=self.account,
+            disagreement=self.disagreement,
         )

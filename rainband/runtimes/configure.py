@@ -348,7 +348,7 @@ def _check_simulation(options: RunOptions, name: str, requires: Requirements, si
             )
         return
     time_only = opt("time_only", True)
-    if not requires.servers and not requires.split_batches:
+    if not requires.servers and not requires.in_rounds:
         raise OptionError(f"{name} has no servers, so there are no messages to simulate: omit {time_only}.")
     if requires.coordinated:
         raise OptionError(f"{time_only} computes no loss, and {name} needs it: omit {time_only}.")
@@ -380,7 +380,7 @@ def _check_faults(script: str, options: RunOptions, name: str, requires: Require
     """Raise if a fault is for a node that the run does not have."""
     if size > 1:
         late_workers = "all workers of a model in stages start together"
-    elif not requires.servers and not requires.split_batches:
+    elif not requires.servers and not requires.in_rounds:
         late_workers = f"with {name} no worker joins after the start"
     else:
         late_workers = ""

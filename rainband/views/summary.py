@@ -39,6 +39,7 @@ def summary(so_far: RunSoFar, directory: Path) -> list[str]:
         *_rows(*_accounts(so_far, ended.accounting)),
         ("staleness", staleness(ended.staleness, bound(so_far))),
         ("traffic", traffic(so_far.last)),
+        ("models", models(so_far.last)),
         *_rows("pipeline", predicted.lines(so_far)),
         ("model", str(model)) if model.is_file() else ("run", f"{directory} (no model was saved)"),
     ]
@@ -146,6 +147,14 @@ def traffic(last: Progress | None) -> str:
     if last is None or not last.pushed_bytes:
         return ""
     return f"{size(last.pushed_bytes)} of gradients pushed, {size(last.pulled_bytes)} of parameters pulled"
+
+
+def models(last: Progress | None) -> str:
+    """Return what workers with models of their own have exchanged, and how far the models were apart."""
+    if last is None or last.disagreement is None:
+        return ""
+    sent = size(sum(last.sent_bytes.values()))
+    return f"{sent} exchanged; disagreement {short(last.disagreement)}, their distance from the mean"
 
 
 def _by_reason(counts: Mapping[str, int], names: Mapping[str, str] | None = None) -> str:

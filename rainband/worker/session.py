@@ -86,12 +86,12 @@ def join_of(
         batch_size=data.batch_size,
         epochs=data.epochs,
         batches_per_item=requires.batches_per_item,
-        rounds=requires.waits == "rounds" and not requires.split_batches,  # those of servers
+        rounds=requires.waits == "rounds" and not requires.in_rounds,  # those of servers
         warm_start_batches=requires.warm_start_batches,
         custom_loop=custom_loop,
         optimizer=optimizer,
         coordinated=requires.coordinated,
-        shares_batches=requires.split_batches,
+        shares_batches=requires.in_rounds,
         address=address,
     )
 

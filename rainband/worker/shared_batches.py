@@ -46,28 +46,87 @@ class OthersInRound(Handle):
         return self.until()
 
 
-class SharedBatches:
-    """One worker's place in the rounds, as the worker part of a strategy uses it."""
+class WorkerRounds:
+    """One worker's place in the rounds of a run: how it waits, leaves, and reports what all together have done."""
 
-    def __init__(
-        self, worker: ModuleWorker, board: Board, clock: Callable[[], float], equal_parts: bool = False
-    ) -> None:
+    member: RoundMember
+
+    def __init__(self, worker: ModuleWorker, board: Board) -> None:
         self.worker = worker
         self.board = board
-        self.member = RoundMember(board, TrainingState(worker, self), clock, equal_parts, whole_batches=True)
         self.buffers = SharedBuffers(worker.module)
-        self.done = 0  # batches that are applied or skipped; the next one has this number
+        self.done = 0  # batches that are applied or skipped
         self.skipped: Counter[str] = Counter()  # reason -> batches
-        self.computed_again = 0  # samples of parts that were lost
         self.stops = False  # the run ends after this round
-        self.batch: Batch | None = None  # of the open round
-        self.result: Gradient | None = None  # its mean
         self.has_left = False
         self.reported = -1
 
     @property
     def plan(self) -> DataPlan:
         return self.worker.plan
+
+    @property
+    def is_first(self) -> bool:
+        """Return True on exactly one member: the longest-serving one."""
+        members = self.member.view.members
+        return min(members, key=lambda member: (member.since, member.rank)).rank == self.member.rank
+
+    def close(self) -> None:
+        """Count the batches of the open round, if this worker has its mean."""
+        raise NotImplementedError
+
+    def first_open(self) -> int:
+        """Return the number of the first batch, in the order of the data, that is not done."""
+        return self.done
+
+    async def leave(self) -> None:
+        """Take no more part in rounds; others do not wait for this worker."""
+        if not self.has_left:
+            self.has_left = True
+            self.close()
+            await self.through(self.member.leave())
+
+    async def through(self, waiting: Waiting) -> Any:
+        """Go through a part of the protocol, and wait where it does."""
+        try:
+            while True:
+                until = next(waiting)
+                if until is not None and not until():
+                    await OthersInRound(self.board, until)
+        except StopIteration as end:
+            return end.value
+
+    def tell(self) -> None:
+        """Report what is done to the coordinator, if it has changed since this worker's last report."""
+        if self.done != self.reported:
+            self.reported = self.done
+            self.worker.client.tell(self.report())
+
+    def report(self) -> Report:
+        """Return what all workers together have done."""
+        skipped = self.skipped.total()
+        over = self.done >= self.plan.num_batches
+        return Report(
+            first_open=self.plan.num_portions if over else batch_at(self.plan, self.first_open()).portion,
+            full=(),
+            accepted=self.done,
+            updates=self.done - skipped,
+            blocks=(Tally(self.done, self.done - skipped, skipped, 0),),
+            skipped=dict(self.skipped),
+        )
+
+
+class SharedBatches(WorkerRounds):
+    """One worker's place in the rounds, where workers share each batch."""
+
+    def __init__(
+        self, worker: ModuleWorker, board: Board, clock: Callable[[], float], equal_parts: bool = False
+    ) -> None:
+        super().__init__(worker, board)
+        self.member = RoundMember(board, TrainingState(worker, self), clock, equal_parts, whole_batches=True)
+        self.computed_again = 0  # samples of parts that were lost
+        self.batch: Batch | None = None  # of the open round; the next one has the number `done`
+        self.result: Gradient | None = None  # its mean
 
     # ---- parts -----------------------------------------------------------------------------------------------------
 
@@ -78,8 +137,8 @@ class SharedBatches:
         await self.leave()
 
     async def _next_part(self) -> BatchPart | None:
-        self._close()
-        where = await self._through(self.member.begin(0))
+        self.close()
+        where = await self.through(self.member.begin(0))
         self.settle_skipped()
         if where.epoch or self.done >= self.plan.num_batches or self.stops:
             return None
@@ -87,23 +146,6 @@ class SharedBatches:
         size = self.plan.samples_in(self.batch.portion, self.batch.k)
         part = self.member.cut(range(size))
         return BatchPart(self.batch, range(part.first, part.last), size)
-
-    async def leave(self) -> None:
-        """Take no more part in rounds; others do not wait for this worker."""
-        if not self.has_left:
-            self.has_left = True
-            self._close()
-            await self._through(self.member.leave())
-
-    async def _through(self, waiting: Waiting) -> Any:
-        """Go through a part of the protocol, and wait where it does."""
-        try:
-            while True:
-                until = next(waiting)
-                if until is not None and not until():
-                    await OthersInRound(self.board, until)
-        except StopIteration as end:
-            return end.value
 
     # ---- means -----------------------------------------------------------------------------------------------------
 
@@ -138,14 +180,14 @@ class SharedBatches:
     async def _exchange(self, tensors: list[Tensor | None], gradient: Gradient) -> _Exchanged:
         stops = self.stops or self.worker.client.stopping
         waiting = self.member.mean(tensors, gradient.samples, (float(stops),), (gradient.loss,))
-        outcome: Outcome = await self._through(waiting)
+        outcome: Outcome = await self.through(waiting)
         if outcome.took_part:
             self.stops = bool(outcome.numbers[0])  # those of one worker: all stop after the same round
         return _Exchanged(outcome.took_part, tensors, outcome.weight, outcome.scalars[0] if outcome.took_part else 0.0)
 
     # ---- accounting ------------------------------------------------------------------------------------------------
 
-    def _close(self) -> None:
+    def close(self) -> None:
         """Count the batch of the open round, if this worker has its mean."""
         if self.result is None:
             return
@@ -164,29 +206,9 @@ class SharedBatches:
         self.worker.client.stats.acked += 1
         if skip:
             self.skipped[skip] += 1
-        if not self.done % self.plan.portion_batches or not self.done % self.plan.batches_per_epoch:
-            members = self.member.view.members
-            if min(members, key=lambda member: (member.since, member.rank)).rank == self.member.rank:
-                self.tell()
-
-    def tell(self) -> None:
-        """Report what is done to the coordinator, if it has changed since this worker's last report."""
-        if self.done != self.reported:
-            self.reported = self.done
-            self.worker.client.tell(self.report())
-
-    def report(self) -> Report:
-        """Return what all workers together have done."""
-        skipped = self.skipped.total()
-        over = self.done >= self.plan.num_batches
-        return Report(
-            first_open=self.plan.num_portions if over else batch_at(self.plan, self.done).portion,
-            full=(),
-            accepted=self.done,
-            updates=self.done - skipped,
-            blocks=(Tally(self.done, self.done - skipped, skipped, 0),),
-            skipped=dict(self.skipped),
-        )
+        ends_here = not self.done % self.plan.portion_batches or not self.done % self.plan.batches_per_epoch
+        if ends_here and self.is_first:
+            self.tell()
 
 
 class _Exchanged(NamedTuple):

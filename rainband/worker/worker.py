@@ -21,11 +21,12 @@ from rainband.protocol.lr_schedules import Schedule
 from rainband.protocol.messages import Report, Tally
 from rainband.protocol.steps import Work
 from rainband.rounds.board import Board
-from rainband.strategy import Batch, BatchPart, Servers, Strategy, WorkItem
+from rainband.strategy import Batch, BatchPart, Requirements, Servers, Strategy, WorkItem
 from rainband.tasks.task import own_optimizer, own_scheduler
 from rainband.worker.client import Client
+from rainband.worker.model_rounds import ModelRounds
 from rainband.worker.sampler import Sampler
-from rainband.worker.shared_batches import SharedBatches
+from rainband.worker.shared_batches import SharedBatches, WorkerRounds
 from rainband.worker.work_items import StillNeeded
 
 if TYPE_CHECKING:
@@ -99,7 +100,9 @@ class ModuleWorker:
         self.work_item: WorkItem | None = None
         self.accounting: LocalAccounting | None = None  # if it steps itself
         self.local_optimizer: WorkerOptimizer | None = None
-        self.shared_batches: SharedBatches | None = None  # if workers share each batch
+        self.rounds: WorkerRounds | None = None  # if workers meet in rounds, one of these:
+        self.shared_batches: SharedBatches | None = None
+        self.model_rounds: ModelRounds | None = None
         self.prefetch: Callable[[Batch], Any] | None = None  # returns the samples of a batch that were prepared ahead
 
     async def work_items(self) -> AsyncIterator[WorkItem]:
@@ -120,9 +123,14 @@ class ModuleWorker:
         """Samples that this worker has processed, for the mean of its buffers."""
         return self.client.stats.samples
 
-    def share_batches(self, board: Board, clock: Callable[[], float], equal_parts: bool = False) -> None:
-        """Take part in rounds: the run's strategy declares `split_batches`."""
-        self.shared_batches = SharedBatches(self, board, clock, equal_parts)
+    def enter_rounds(
+        self, requires: Requirements, board: Board, clock: Callable[[], float], equal_parts: bool = False
+    ) -> None:
+        """Take part in the rounds that the run's strategy declares."""
+        if requires.split_batches:
+            self.rounds = self.shared_batches = SharedBatches(self, board, clock, equal_parts)
+        else:
+            self.rounds = self.model_rounds = ModelRounds(self, board, clock)
 
     def _in_rounds(self) -> SharedBatches:
         if self.shared_batches is None:
@@ -134,6 +142,12 @@ class ModuleWorker:
 
     def mean(self, gradient: Gradient) -> Coroutine[Any, Any, Gradient]:
         return self._in_rounds().mean(gradient)
+
+    @property
+    def models(self) -> ModelRounds:
+        if self.model_rounds is None:
+            raise ValueError("models are exchanged by a strategy whose `requires` declares local_steps=True.")
+        return self.model_rounds
 
     def gradient(self, batch: Batch | BatchPart) -> Compute:
         return Compute(self, batch)
@@ -264,8 +278,8 @@ class WorkerOptimizer:
 
     def _watch(self, worker: ModuleWorker) -> None:
         self.worker = worker
-        # Of batches that workers share, the rounds count what is applied.
-        self.accounting = LocalAccounting(worker.client) if worker.shared_batches is None else None
+        # In rounds, the workers count together what is applied.
+        self.accounting = LocalAccounting(worker.client) if worker.rounds is None else None
 
     def step(self, gradient: Gradient) -> None:
         if not gradient.batches:
@@ -291,12 +305,26 @@ class WorkerOptimizer:
     def _account(self, gradient: Gradient, skip: str = "") -> None:
         if self.accounting is not None:
             self.accounting.add(gradient.push_id(), skip)
+        elif self.worker.model_rounds is not None:
+            self.worker.model_rounds.processed(gradient, skip)
 
     def state_dict(self) -> dict[str, Any]:
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state)
+
+    def state_vectors(self) -> list[list[Tensor | None]]:
+        """Return the vectors of its state, in the order of their names: one tensor of each parameter, if it has one."""
+        parameters = self.worker.flat.parameters
+        states = [self.optimizer.state.get(parameter, {}) for parameter in parameters]
+        names = {
+            name
+            for state, parameter in zip(states, parameters, strict=True)
+            for name, value in state.items()
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.is_floating_point()
+        }
+        return [[state.get(name) for state in states] for name in sorted(names)]
 
 
 class TaskOptimizer(WorkerOptimizer):

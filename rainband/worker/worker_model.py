@@ -98,15 +98,15 @@ class ModuleModel(WorkerModel[ModuleWorker]):
         return ModuleWorker(index, self.num_workers, self.task, self.data, self.flat.module, client)
 
     async def ended(self, worker: ModuleWorker) -> None:
-        if worker.shared_batches is not None:
-            await worker.shared_batches.leave()
+        if worker.rounds is not None:
+            await worker.rounds.leave()
 
     def return_leases(self, worker: ModuleWorker) -> None:
         super().return_leases(worker)
         if worker.accounting is not None:
             worker.accounting.report_rest()
-        if worker.shared_batches is not None:
-            worker.shared_batches.tell()
+        if worker.rounds is not None:
+            worker.rounds.tell()
 
     async def conclude(self, worker: ModuleWorker, conclude: Conclude, buffers: Buffers) -> dict[str, float] | None:
         only_workers_have_it = worker.module if worker.shared_batches is not None else None

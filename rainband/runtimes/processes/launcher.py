@@ -109,7 +109,7 @@ class Launcher(Run):
         self.shares_batches = strategy.requires.split_batches
         one_memory = strategy.requires.shared_memory
         self.memory = SharedSegment.reserve("rainband memory") if one_memory else None  # the parameters of all workers
-        self.rounds = RoundsMemory(config.num_workers) if self.shares_batches else None
+        self.rounds = RoundsMemory(config.num_workers) if strategy.requires.in_rounds else None
         hogwild_server = HogwildServer(self._make_room) if one_memory else None
         settings = msgspec.structs.replace(self.settings, num_servers=1) if hogwild_server else self.settings
         self.coordinator = Coordinator(settings, strategy)

@@ -80,9 +80,9 @@ class WorkerProcess(WorkerLink):
         self.session.perform = min_step_time(self.config, self.index)
         worker.prefetch = prefetched(worker)
         self.session.before_step = self._before_step(worker)
-        if self.session.strategy.requires.split_batches:
+        if self.session.strategy.requires.in_rounds:
             board = SharedBoard(self.round_files, self.index, examples(worker))
-            worker.share_batches(board, time.monotonic, self.config.equal_parts)
+            worker.enter_rounds(self.session.strategy.requires, board, time.monotonic, self.config.equal_parts)
 
     def _before_step(self, worker: ModuleWorker) -> Callable[[], None] | None:
         measuring = self._measuring(worker)

@@ -118,8 +118,8 @@ class SimulatedCluster:
         self.workers: dict[int, WorkerNode] = {}
         self.restarts = 0  # of the coordinator, that are still to come
         num_bytes = sum(vector.numel * ITEM_BYTES[vector.dtype] for vector in scenario.join.layout.vectors)
-        split = scenario.strategy.requires.split_batches
-        self.rounds = SimulatedRounds(self, settings.num_workers, num_bytes) if split else None
+        in_rounds = scenario.strategy.requires.in_rounds
+        self.rounds = SimulatedRounds(self, settings.num_workers, num_bytes) if in_rounds else None
 
     def start(self) -> None:
         if self.scenario.aggregated:

@@ -70,14 +70,19 @@ class TimedWorker(ModuleWorker):
     """A worker without a model."""
 
     def optimizer(self, spec: OptimizerSpec, schedule: Schedule) -> NoOptimizer:  # type: ignore[override]
-        return NoOptimizer()
+        return NoOptimizer(self)
 
 
 class NoOptimizer:
     """Stands in for a worker's optimizer."""
 
+    def __init__(self, worker: ModuleWorker) -> None:
+        self.worker = worker
+
     def step(self, gradient: Gradient) -> None:
-        """Change nothing: the rounds count the batch."""
+        """Change nothing: only count the batch."""
+        if self.worker.model_rounds is not None:
+            self.worker.model_rounds.processed(gradient)
 
 
 class TimingOnly(SimulatedCompute):

@@ -265,7 +265,7 @@ def _in_stages(config: RunConfig, plan: StagePlan, strategy: Strategy, task: Tas
 
 
 def _time_only(config: RunConfig, strategy: Strategy, task: Task, flat: Flat) -> Scenario:
-    if not config.num_servers and not strategy.requires.split_batches:
+    if not config.num_servers and not strategy.requires.in_rounds:
         raise ValueError("--time-only requires servers: use --servers 1.")
     if strategy.requires.coordinated:
         raise ValueError(f"--time-only computes no loss, and {config.strategy} needs it: omit --time-only.")

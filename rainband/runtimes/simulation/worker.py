@@ -124,7 +124,8 @@ class WorkerNode(Node):
         if self.cluster.rounds is not None:
             self.compute.attach()
             board = self.cluster.rounds.board(self, examples(worker) if self.cluster.scenario.real else [])
-            worker.share_batches(board, self.clock.now_s, self.cluster.scenario.equal_parts)
+            requires, equal_parts = self.session.strategy.requires, self.cluster.scenario.equal_parts
+            worker.enter_rounds(requires, board, self.clock.now_s, equal_parts)
 
     def flush_output(self) -> None:
         """Do nothing: the output is that of the simulator."""

@@ -9,7 +9,7 @@ from rainband.model.gradient import Gradient
 from rainband.protocol.accounting import NOT_FINITE
 from rainband.protocol.steps import Steps
 from rainband.runtimes.processes.drive import drive_until
-from rainband.strategy import Batch, BatchPart, Strategy, WorkItem
+from rainband.strategy import Batch, BatchPart, Models, Strategy, WorkItem
 from rainband.worker.client import Client
 from rainband.worker.lifecycle import live
 from rainband.worker.pulls import PullHandle
@@ -107,6 +107,10 @@ class LoopWorker:
 
     def mean(self, gradient: Gradient) -> Awaitable[Gradient]:
         raise ValueError("a custom training loop that shares batches exchanges gradients itself.")
+
+    @property
+    def models(self) -> Models:
+        raise ValueError("models of workers are not exchanged in a custom training loop.")
 
     def optimizer(self, spec: OptimizerSpec, schedule: Schedule) -> UsersOptimizer:
         """Return the user's optimizer instead of the strategy's choice."""

@@ -1,0 +1,1 @@
+"""Strategies whose workers train models of their own and average them now and then."""

@@ -1,0 +1,277 @@
+"""Rounds in which each worker trains a model of its own, and exchanges it with the others.
+
+All workers agree on the batches of a round: those that were lost in earlier rounds, then the next ones of the data, cut
+into one run of batches for each worker. A batch counts when the round's first mean contains the worker that processed
+it: so each batch has changed one model once, and one mean once. If a worker is lost before, its batches of the round
+are repeated in the next one. A worker that missed the mean receives the model of another one, or, if it is the last,
+returns to its model at the start of the round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from rainband.model.containers import marked, restored
+from rainband.model.model_vector import ModelVector
+from rainband.protocol.accounting import NOT_FINITE
+from rainband.rounds.board import Board
+from rainband.rounds.exchange import Outcome
+from rainband.rounds.member import RoundMember
+from rainband.rounds.view import up_to_date
+from rainband.strategy import Batch
+from rainband.worker.shared_batches import WorkerRounds, batch_at
+
+if TYPE_CHECKING:
+    from rainband.model.gradient import Gradient
+    from rainband.worker.worker import ModuleWorker
+
+LOSS, DONE, SKIPPED, DISTANCE = range(4)  # the numbers that a worker publishes with its model
+
+
+class OpenRound:
+    """One round, as far as this worker has come, until the next one begins."""
+
+    def __init__(self, weights: ModelVector, shared: dict[str, Any]) -> None:
+        self.start = weights  # its model before
+        self.shared = shared  # the same of what is equal on all workers
+        self.assigned: dict[int, Sequence[int]] = {}  # rank -> numbers of its batches
+        self.tried = 0  # batches that this worker has processed
+        self.not_finite = 0  # of these
+        self.samples = 0
+        self.loss_sum = 0.0
+        self.has_mean = False
+        self.num_vectors = 0  # of the optimizers' states, that are averaged
+
+    @property
+    def loss(self) -> float:
+        return self.loss_sum / self.samples if self.samples else 0.0
+
+
+class ModelRounds(WorkerRounds):
+    """One worker's place in the rounds, where each worker has a model of its own."""
+
+    def __init__(self, worker: ModuleWorker, board: Board, clock: Callable[[], float]) -> None:
+        super().__init__(worker, board)
+        self.member = RoundMember(board, ModelState(worker, self), clock, equal_parts=True)
+        self.shared: dict[str, Any] = {}
+        self.loss = math.nan
+        self.next = 0  # number of the first batch that no worker has been given
+        self.lost: list[int] = []  # numbers of batches that must be repeated
+        self.distance = math.nan  # squared, of this worker's model from the last mean
+        self.open: OpenRound | None = None
+
+    @property
+    def round(self) -> OpenRound:
+        assert self.open is not None, "models are exchanged in rounds: await models.begin() first"
+        return self.open
+
+    @property
+    def members(self) -> Sequence[int]:
+        return [member.rank for member in self.member.view.members]
+
+    # ---- batches ---------------------------------------------------------------------------------------------------
+
+    async def begin(self) -> bool:
+        """End the round before, and begin the next one; False: all data is processed, or the run stops."""
+        self.close()
+        where = await self.through(self.member.begin(0))
+        if where.epoch or self.stops or self.is_last:
+            await self.leave()
+            return False
+        self.member.cut(())  # the batches are counted here
+        self.open = OpenRound(self.weights(), dict(self.shared))
+        return True
+
+    def batches(self, number: int) -> Iterator[Batch]:
+        self._assign(number)
+        return self._each(self.round.assigned[self.member.rank])
+
+    def _assign(self, number: int) -> None:
+        """Divide the next batches among the members of the round."""
+        ranks = self.members
+        new = max(0, min(number * len(ranks) - len(self.lost), self.plan.num_batches - self.next))
+        numbers = [*self.lost, *range(self.next, self.next + new)]
+        self.lost, self.next = [], self.next + new
+        each, more = divmod(len(numbers), len(ranks))
+        first = 0
+        for i, rank in enumerate(ranks):
+            size = each + (i < more)
+            self.round.assigned[rank] = numbers[first : first + size]
+            first += size
+
+    def _each(self, numbers: Sequence[int]) -> Iterator[Batch]:
+        for number in numbers:
+            if self.worker.client.stopping:
+                return
+            yield batch_at(self.plan, number)
+
+    def processed(self, gradient: Gradient, skip: str = "") -> None:
+        """Note that this worker's optimizer has applied the gradient of a batch, or skipped it."""
+        self.round.tried += 1
+        self.round.samples += gradient.samples
+        if skip:
+            self.round.not_finite += 1
+        else:
+            self.round.loss_sum += gradient.loss * gradient.samples
+        self.worker.client.stats.acked += 1
+
+    # ---- means -----------------------------------------------------------------------------------------------------
+
+    def weights(self) -> ModelVector:
+        return ModelVector([parameter.detach() for parameter in self.worker.flat.parameters]).copy()
+
+    @torch.no_grad()
+    def replace(self, weights: ModelVector) -> None:
+        for parameter, tensor in zip(self.worker.flat.parameters, weights.tensors, strict=True):
+            parameter.copy_(tensor)
+
+    async def mean(
+        self, weights: ModelVector | None = None, part: range | None = None, equally: bool = False
+    ) -> ModelVector:
+        """Return the mean over the members of the round; this worker's own weights if it was left out."""
+        weights = self.weights() if weights is None else weights
+        first = not self.round.has_mean
+        outcome, mean = await self._average(weights, 1.0 if equally else float(self.round.samples), part)
+        if outcome.took_part and first:
+            self.round.has_mean = True
+            self._note(outcome)
+            self.distance = (weights - mean).square()
+        return mean
+
+    async def _average(
+        self, weights: ModelVector, weight: float, part: range | None = None
+    ) -> tuple[Outcome, ModelVector]:
+        copies = weights.copy().tensors
+        number, first = len(copies), not self.round.has_mean
+        tensors: list[Tensor | None] = [t if part is None or i in part else None for i, t in enumerate(copies)]
+        tensors += self.buffers.changes() if first else [None] * len(self.buffers.common)
+        optimizer = self.worker.local_optimizer
+        vectors = 0 if optimizer is None else len(optimizer.state_vectors())
+        numbers = (float(self.stops or self.worker.client.stopping), float(vectors))
+        scalars = (self.round.loss, self.round.tried, self.round.not_finite, self.distance)
+        self.worker.client.stats.sent_bytes += sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        outcome: Outcome = await self.through(self.member.mean(tensors, weight, numbers, scalars))
+        if not outcome.took_part:
+            return outcome, weights
+        if first:
+            self.buffers.add(tensors[number:])
+        return outcome, ModelVector([own if t is None else t for own, t in zip(copies, tensors, strict=False)])
+
+    def _note(self, outcome: Outcome) -> None:
+        """Take what all members have published with their models."""
+        # Those of one worker: all stop after the same round, and average as many vectors of their optimizers.
+        self.stops, self.round.num_vectors = bool(outcome.numbers[0]), int(outcome.numbers[1])
+        if outcome.weight:
+            self.loss = outcome.scalars[LOSS]
+        if outcome.scalars[DISTANCE] >= 0:
+            self.worker.client.stats.disagreement = math.sqrt(outcome.scalars[DISTANCE])
+
+    async def mean_of_optimizers(self) -> None:
+        """Average each vector of the optimizer's state over the members; step counts are equal already."""
+        optimizer = self.worker.local_optimizer
+        vectors = [] if optimizer is None else optimizer.state_vectors()
+        parameters = [parameter.detach() for parameter in self.worker.flat.parameters]
+        for number in range(self.round.num_vectors):  # this worker has none yet if it has made no step
+            values = vectors[number] if number < len(vectors) else [None] * len(parameters)
+            own = [torch.zeros_like(p) if value is None else value for p, value in zip(parameters, values, strict=True)]
+            _, mean = await self._average(ModelVector(own), float(self.round.samples))
+            for value, tensor in zip(values, mean.tensors, strict=True):
+                if value is not None:
+                    value.copy_(tensor)
+
+    # ---- accounting ------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Count the batches of the round that has ended."""
+        ended, self.open = self.open, None
+        if ended is None:
+            return
+        before, headers = self.done, self.member.averaged if ended.has_mean else {}
+        good = up_to_date(headers)
+        for rank, numbers in ended.assigned.items():
+            done = int(headers[rank].scalars[DONE]) if rank in good and headers[rank].kind == "mean" else 0
+            self.done += done
+            self.lost.extend(numbers[done:])
+            if done and headers[rank].scalars[SKIPPED]:
+                self.skipped[NOT_FINITE] += int(headers[rank].scalars[SKIPPED])
+        if ended.has_mean:
+            self.member.stepped()
+        else:
+            self.shared = ended.shared
+            self.replace(ended.start)
+        size = self.plan.portion_batches
+        if self.member.is_in and self.is_first and (self.done // size != before // size or self.is_last):
+            self.tell()
+
+    @property
+    def is_last(self) -> bool:
+        """Return True if no batch is left to be given to a worker."""
+        return self.next >= self.plan.num_batches and not self.lost
+
+    @property
+    def progress(self) -> float:
+        """Return the fraction of the batches that are done."""
+        return self.done / self.plan.num_batches
+
+    def first_open(self) -> int:
+        return min([*self.lost, self.next, self.plan.num_batches - 1])
+
+
+class ModelState:
+    """Collects what a worker that joins or returns receives: a model, an optimizer state, and what is done."""
+
+    def __init__(self, worker: ModuleWorker, rounds: ModelRounds) -> None:
+        self.worker = worker
+        self.rounds = rounds
+
+    def collect(self) -> Any:
+        worker, rounds = self.worker, self.rounds
+        optimizer = worker.local_optimizer
+        shared = rounds.shared
+        return {
+            "vectors": list(worker.flat.vectors),
+            "buffers": list(worker.module.buffers()),
+            "optimizer": None if optimizer is None else marked(optimizer.state_dict()),
+            "shared": {key: value.tensors for key, value in shared.items() if isinstance(value, ModelVector)},
+            "numbers": {key: value for key, value in shared.items() if not isinstance(value, ModelVector)},
+            "loss": rounds.loss,
+            "next": rounds.next,
+            "lost": list(rounds.lost),
+            "done": rounds.done,
+            "skipped": dict(rounds.skipped),
+            "stops": rounds.stops,
+        }
+
+    @torch.no_grad()
+    def apply(self, state: Mapping[str, Any]) -> None:
+        worker, rounds = self.worker, self.rounds
+        for own, value in zip(worker.flat.vectors, state["vectors"], strict=True):
+            own.copy_(value)
+        for buffer, value in zip(worker.module.buffers(), state["buffers"], strict=True):
+            buffer.copy_(value)
+        if worker.local_optimizer is not None and state["optimizer"] is not None:
+            worker.local_optimizer.load_state_dict(restored(state["optimizer"]))
+        rounds.buffers.keep()
+        rounds.open, rounds.distance = None, 0.0
+        rounds.shared = {key: ModelVector(tensors).copy() for key, tensors in state["shared"].items()} | state[
+            "numbers"
+        ]
+        rounds.loss, rounds.next, rounds.lost = state["loss"], state["next"], list(state["lost"])
+        rounds.done, rounds.skipped, rounds.stops = state["done"], Counter(state["skipped"]), state["stops"]
+
+    def fingerprint(self) -> int:
+        """Return a hash of what is equal on all workers; 0: there is nothing to compare."""
+        digest = xxhash.xxh3_64()
+        for key, value in sorted(self.rounds.shared.items()):
+            tensors = value.tensors if isinstance(value, ModelVector) else [torch.tensor(value, dtype=torch.float64)]
+            digest.update(key.encode())
+            for tensor in tensors:
+                digest.update(memoryview(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
+        return (digest.intdigest() >> 1) if self.rounds.shared else 0
