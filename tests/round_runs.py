@@ -63,6 +63,9 @@ class Script:
     def fingerprint(self) -> int:
         return 1 + int(self.counts.sum())
 
+    def has_changed(self) -> bool:
+        return False
+
     def run(self) -> Waits:
         member, plan = self.member, self.plan
         for epoch in range(plan.epochs):

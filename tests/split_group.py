@@ -41,6 +41,9 @@ class EncodedState:
     def fingerprint(self) -> int:
         return self.state.fingerprint()
 
+    def has_changed(self) -> bool:
+        return self.state.has_changed()
+
 
 class Group:
     """The workers of a run, their shared memory, and who may run."""

@@ -96,6 +96,18 @@ def test_lost_and_late_workers_change_no_update(faults: str, alone: torch.Tensor
     assert (result.outcome, result.accounting["applied"], result.accounting["lost"]) == ("finished", 14, 0)
 
 
+def test_one_sample_with_nan_costs_its_batch_and_no_statistics(tmp_path: Path) -> None:
+    inputs = torch.randn(32, 3, generator=torch.Generator().manual_seed(0))
+    inputs[5, 1] = float("nan")
+    data = torch.utils.data.TensorDataset(inputs, torch.zeros(32, dtype=torch.long))
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
+    task = rainband.ModuleTask(lambda: model, data, torch.nn.functional.cross_entropy)
+    with pytest.warns(UserWarning, match="1 of 4 batches were skipped"):
+        fitted = rainband.fit(task, "sync", workers=2, runtime="sim", batch_size=8, epochs=1, runs=tmp_path)
+    assert fitted.accounting.skipped == {"not finite": 1}
+    assert all(torch.isfinite(value).all() for value in fitted.module.state_dict().values())
+
+
 def test_a_slow_worker_gets_smaller_parts(tmp_path: Path) -> None:
     """One of four workers is 5 times slower: equal parts take 5 / 4 s a round, parts by speed 1 / 3.2 s."""
 

@@ -18,6 +18,7 @@ from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import MultiStepLR, StepLR
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset, get_worker_info
 
+from rainband.protocol.accounting import NOT_FINITE
 from rainband.rounds.exchange import Part
 from rainband.runtimes.training_loop.script_random import CommonRandom
 from rainband.runtimes.training_loop.split.batches import ShuffledOrder, SplitBatches, batch_length, part_of
@@ -563,3 +564,100 @@ def test_an_order_is_the_same_for_any_number_of_workers() -> None:
     assert list(order.batches(1)) == list(order.batches(1)) != list(order.batches(2))
     assert sorted(k for batch in order.batches(0) for k in batch) == list(range(26))
     assert [len(batch) for batch in ShuffledOrder(26, 4, 3, True).batches(0)] == [4] * 6
+
+
+# ---- parameters that the loop itself changes ----
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("ranks", [(0, 1, 2), (0,), (1,)])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_parameters_that_differ_after_the_loop_has_changed_them_become_those_of_the_first_worker(
+    workers: int, ranks: Sequence[int], steps: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    group = Group()
+
+    def script(join: Join) -> nn.Module:
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with join(model, optimizer) as run:
+            for step, batch in enumerate(run.batches(DATA, batch_size=8)):
+                train(model, optimizer, batch)
+                if step == steps - 1 and run.rank in ranks:
+                    nn.init.normal_(next(model.parameters()), mean=run.rank + 1.0)  # as other random numbers
+        return model
+
+    models = run_group(script, workers, group)
+    assert equal_models(models)
+    assert group.view.drifted == (workers - 1 if 0 in ranks else 1)
+    assert capsys.readouterr().err.count("the parameters of a worker differed from those of the others") == 1
+
+
+def test_an_equal_change_on_all_workers_moves_no_state() -> None:
+    group = Group()
+
+    def script(join: Join) -> nn.Module:
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with join(model, optimizer) as run:
+            for batch in run.batches(DATA, batch_size=8):
+                train(model, optimizer, batch)
+                with torch.no_grad():
+                    next(model.parameters()).clamp_(-0.1, 0.1)
+        return model
+
+    assert equal_models(run_group(script, 2, group))
+    assert group.view.drifted == 0
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_nan_in_a_batch_that_all_workers_skip_reaches_no_buffer(
+    workers: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inputs = torch.randn(24, 5, generator=torch.Generator().manual_seed(2)).double()
+    inputs[[3, 5, 9], 0] = math.nan  # in each worker's part of the first batch
+
+    def script(join: Join) -> nn.Module:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.BatchNorm1d(5, momentum=0.5), nn.Linear(5, 3)).double()
+        with join(model, SGD(model.parameters(), lr=0.0)) as run:
+            for (batch,) in run.batches(TensorDataset(inputs), batch_size=12, shuffle=False):
+                loss = model(batch).sum()
+                if torch.isfinite(loss):
+                    loss.backward()
+        return model
+
+    models = run_group(script, workers)
+    assert equal_models(models)
+    assert all(torch.isfinite(value).all() for value in models[0].state_dict().values())
+    assert "NaN or infinity in the buffer running_mean" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("zero_first", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_step_that_a_scaler_leaves_out_counts_as_skipped(workers: int, zero_first: bool, fused: bool) -> None:
+    group = Group()
+    data = TensorDataset(torch.cat([torch.full((8, 1), 1e38), torch.ones(18, 1)]), torch.zeros(26))
+    steps: list[int] = []
+
+    def script(join: Join) -> nn.Module:
+        torch.manual_seed(1)
+        model = nn.Linear(1, 1)
+        optimizer = SGD(model.parameters(), lr=0.0, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+        with join(model, optimizer) as run:
+            for x, _ in run.batches(data, batch_size=4, shuffle=False):
+                if zero_first:
+                    optimizer.zero_grad()
+                scaler.scale(model(x).sum() / len(x)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                if not zero_first:
+                    optimizer.zero_grad()
+        steps.append(int(math.log2(2.0**16 / scaler.get_scale())))
+        return model
+
+    run_group(script, workers, group)
+    assert set(steps) == {2}
+    assert (group.view.applied, dict(group.view.skipped)) == (26 - 2 * 4, {NOT_FINITE: 2 * 4})

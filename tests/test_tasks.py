@@ -780,3 +780,8 @@ def test_a_wrong_name_or_setting_says_what_would_be_right(
 def test_a_module_that_misses_another_shows_that_one() -> None:
     with pytest.raises(ModuleNotFoundError, match="not_there_at_all"):
         load_task("broken_for_tasks:mine", {})
+
+
+def test_a_model_in_place_of_its_class_is_refused() -> None:
+    with pytest.raises(ValueError, match="this Linear is a model: pass its class, or lambda: Net"):
+        ModuleTask(nn.Linear(1, 1), [], nn.functional.mse_loss)

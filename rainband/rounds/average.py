@@ -27,6 +27,11 @@ def mask_of(tensors: Sequence[Tensor | None]) -> int:
     return mask
 
 
+def finite(change: Tensor) -> Tensor:
+    """Return a change of a buffer with 0 for NaN and infinity: one bad sample would spoil the statistics of all."""
+    return change.nan_to_num(0.0, 0.0, 0.0)
+
+
 @torch.no_grad()
 def average(out: list[Tensor | None], mine: int, given: Sequence[Contribution]) -> float:
     """Replace `out` by sum of n_j t_j / sum of n_j over `given`, which is in the order of ranks; return sum of n_j.

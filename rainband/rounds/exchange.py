@@ -81,6 +81,9 @@ class StateHolder(Protocol):
     def fingerprint(self) -> int:
         """Return a hash of the parameters, below 2**63. Called every 100 rounds, to notice members that differ."""
 
+    def has_changed(self) -> bool:
+        """Return True, once, if the loop itself has changed parameters: then the members compare theirs at once."""
+
 
 class Exchange(Protocol):
     """One member's side of the exchange. All calls may wait for other members."""
@@ -94,6 +97,10 @@ class Exchange(Protocol):
     @property
     def is_first(self) -> bool:
         """Return True on exactly one member: the longest-serving one."""
+
+    @property
+    def drifted(self) -> int:
+        """Return how often a member has received the state because its parameters differed."""
 
     def begin(self, epoch: int) -> RoundId:
         """End the round before, and return the next one: of this epoch, or of a later one.
@@ -130,6 +137,9 @@ class Exchange(Protocol):
 
     def defer(self) -> None:
         """Add this round's gradient to that of the next `mean`, without an exchange now (gradient accumulation)."""
+
+    def leave_out(self, samples: int) -> None:
+        """Count samples of earlier rounds as skipped: their mean was not finite, and a GradScaler left out the step."""
 
     def stepped(self) -> None:
         """Note a step of the user's optimizer. A member with fewer steps than others receives the state."""

@@ -74,6 +74,7 @@ class RoundMember:
         self.view_key = 0
         self.all_skipped = False  # nobody contributed tensors to the last round
         self.slot = 0  # of the next contribution
+        self.left_out = 0  # samples of earlier rounds that are to count as skipped
         self._new_round()
         self.speeds: deque[float] = deque(maxlen=SPEEDS)
 
@@ -323,7 +324,9 @@ class RoundMember:
         numbers: Sequence[float],
         scalars: Sequence[float],
     ) -> Header:
-        compare = not self.k and self.view.serial % DRIFT_ROUNDS == DRIFT_ROUNDS - 1
+        left_out = 0
+        if not self.k:
+            left_out, self.left_out = self.left_out, 0
         return Header(
             kind=kind,
             count=self.count,
@@ -333,12 +336,19 @@ class RoundMember:
             excluded=self._excluded_members() if not self.k else (),
             joins=self._asking() if not self.k else (),
             reason=self.reason,
+            left_out=left_out,
             speed=statistics.median(self.speeds) if self.speeds and not self.k else 0.0,
-            fingerprint=self.holder.fingerprint() if compare else 0,
+            fingerprint=self.holder.fingerprint() if not self.k and self._compares(kind) else 0,
             present=mask_of(tensors).to_bytes(-(-len(tensors) // 8), "little"),
             numbers=tuple(numbers),
             scalars=tuple(scalars),
         )
+
+    def _compares(self, kind: Kind) -> bool:
+        """Return whether the parameters are compared in this round."""
+        changed = self.holder.has_changed()
+        regularly = self.view.serial % DRIFT_ROUNDS == DRIFT_ROUNDS - 1
+        return changed or regularly or self.view.compares or kind == "end"
 
     def _own(self, members: Iterable[Member]) -> Member:
         return next(member for member in members if member.rank == self.rank)

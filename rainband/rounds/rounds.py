@@ -44,6 +44,10 @@ class RoundExchange:
     def is_first(self) -> bool:
         return min(self.view.members, key=lambda member: (member.since, member.rank)).rank == self.rank
 
+    @property
+    def drifted(self) -> int:
+        return self.view.drifted
+
     def begin(self, epoch: int) -> RoundId:
         where: RoundId = self._run(self.member.begin(epoch))
         return where
@@ -70,6 +74,9 @@ class RoundExchange:
 
     def defer(self) -> None:
         self.member.kind = "defer"
+
+    def leave_out(self, samples: int) -> None:
+        self.member.left_out += samples
 
     def stepped(self) -> None:
         self.member.stepped()

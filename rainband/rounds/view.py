@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from rainband.protocol.accounting import NOT_FINITE
 from rainband.rounds.cut import part_sizes
 from rainband.rounds.exchange import RoundId
 
@@ -51,6 +52,7 @@ class RoundView(msgspec.Struct, frozen=True, array_like=True):
     transfers: int = 0  # states that members have received
     drifted: int = 0  # of these, because parameters differed
     trial: int = 0  # rounds at the start of the run in which the longest-serving member computes whole batches
+    compares: bool = False  # all compare their parameters in this round: somebody's loop has changed its own
 
     @property
     def where(self) -> RoundId:
@@ -85,6 +87,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     excluded: tuple[int, ...] = ()  # ranks of members that it knows to be excluded
     joins: tuple[tuple[int, int], ...] = ()  # rank and life of workers that ask to join
     reason: str = ""  # of a skip
+    left_out: int = 0  # samples of earlier rounds whose mean was not finite, and not stepped on
     speed: float = 0.0  # samples/s; 0: not known
     fingerprint: int = 0  # of the parameters; 0: not computed
     present: bytes = b""  # bit mask of tensors with a value
@@ -163,7 +166,9 @@ def next_view(
         counted.round(view, accounted, samples)
     else:
         counted.carried = list(view.carried)
+    counted.leave_out(best.left_out)
     counted.forget({m.rank for m in view.members} - {m.rank for m in stay})
+    compared = [header.fingerprint for header in first.values() if header.kind != "end"]
     not_seen = view.not_seen
     if epoch_ends:
         not_seen += len(counted.carried)
@@ -186,6 +191,7 @@ def next_view(
         transfers=view.transfers + len(receivers),
         drifted=view.drifted + len(drifted),
         trial=view.trial,
+        compares=any(compared) and not all(compared),
     )
     return RoundDecision(after, leader, receivers, frozenset(joins))
 
@@ -200,7 +206,7 @@ def _usual(
         return None
     (best, *others) = first.values()
     for h in first.values():
-        if h.kind != "mean" or h.excluded or h.joins:
+        if h.kind != "mean" or h.excluded or h.joins or h.left_out:
             return None
     for h in others:
         if (h.count, h.view, h.fingerprint) != (best.count, best.view, best.fingerprint):
@@ -249,6 +255,12 @@ class _Counted:
             elif part:
                 reason = header.reason or NO_BACKWARD
                 self.skipped[reason] = self.skipped.get(reason, 0) + len(part)
+
+    def leave_out(self, samples: int) -> None:
+        """Count samples of earlier rounds as skipped."""
+        if samples := min(samples, self.applied):
+            self.applied -= samples
+            self.skipped[NOT_FINITE] = self.skipped.get(NOT_FINITE, 0) + samples
 
     def forget(self, ranks: set[int]) -> None:
         """Repeat what excluded members have computed and never contributed."""

@@ -157,6 +157,11 @@ class ModuleTask:
     scheduler: Callable[[Any], Any] | None = None  # (optimizer) -> scheduler, stepped after each batch
 
     def __post_init__(self) -> None:
+        if hasattr(self.module, "state_dict") and not isinstance(self.module, type):
+            raise ValueError(
+                f"ModuleTask needs a function or class that makes the model, and this {type(self.module).__name__} is "
+                "a model: pass its class, or lambda: Net(...)."
+            )
         if self.scheduler is not None and self.optimizer is None:
             raise ValueError("a scheduler needs the task's own optimizer: add optimizer=lambda params: ...")
 

@@ -108,7 +108,7 @@ def shared(samples: Mapping[str, Any], num_workers: int) -> list[str]:
     if skipped:
         lines.append(f"{whole(sum(skipped.values()))} skipped: {_by_reason(skipped)}")
     if carried := samples["carried_over"]:
-        lines.append(f"{whole(carried)} added to a later batch, because a worker was lost")
+        lines.append(f"{whole(carried)} added to a later batch, because a worker was lost or had missed a step")
     if samples["not_seen"]:
         lines.append(f"{whole(samples['not_seen'])} of a lost worker not seen, because their pass ended")
     if samples["total"] > done:

@@ -22,6 +22,7 @@ from rainband.protocol.accounting import NOT_FINITE
 from rainband.protocol.data_plan import DataPlan
 from rainband.protocol.messages import Report, Tally
 from rainband.protocol.steps import Handle
+from rainband.rounds.average import finite
 from rainband.rounds.board import Board, Condition
 from rainband.rounds.exchange import Outcome
 from rainband.rounds.member import RoundMember, Waiting
@@ -261,6 +262,9 @@ class TrainingState:
             digest.update(memoryview(vector.detach().cpu().contiguous().view(torch.uint8).numpy()))  # type: ignore[arg-type]
         return digest.intdigest() >> 1
 
+    def has_changed(self) -> bool:
+        return False  # only the optimizer changes parameters
+
 
 class SharedBuffers:
     """The floating-point buffers, such as statistics of BatchNorm: each becomes its last value plus the mean change."""
@@ -276,7 +280,7 @@ class SharedBuffers:
         """Return what this worker has changed since the last round, and take it back."""
         changes: list[Tensor | None] = []
         for buffer, common in zip(self._buffers(), self.common, strict=True):
-            changes.append(buffer - common)
+            changes.append(finite(buffer - common))
             buffer.copy_(common)
         return changes
 

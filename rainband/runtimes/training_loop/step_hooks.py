@@ -60,7 +60,7 @@ class StepHooks:
         args, kwargs = _with_closure_run(args, kwargs)
         self.stepping, self.aside = optimizer, None
         try:
-            if _found_infinite(optimizer):
+            if found_infinite(optimizer):
                 self.on_infinite()
             else:
                 self.on_step(optimizer, _unscale(optimizer))
@@ -119,7 +119,7 @@ def _with_closure_run(args: Any, kwargs: Any) -> tuple[Any, Any]:
     return (args[0], lambda: loss, *args[2:]), kwargs
 
 
-def _found_infinite(optimizer: Optimizer) -> bool:
+def found_infinite(optimizer: Optimizer) -> bool:
     """Return True if a GradScaler has found infinities; it calls a fused optimizer's step() nevertheless."""
     found = getattr(optimizer, "found_inf", None)
     return found is not None and bool(found > 0)

@@ -18,6 +18,11 @@ from rainband.runtimes.training_loop.split.step_checks import StepChecks
 from rainband.runtimes.training_loop.split.tensors import BackwardHooks, numbers_of, put_numbers
 from rainband.runtimes.training_loop.split.trial import SUM_FOUND, LoopTrial
 
+DRIFTED = (
+    "rainband: the parameters of a worker differed from those of the others, so it has received theirs. If the loop "
+    "itself changes parameters, as when it initializes a layer again: random numbers differ between the workers."
+)
+BAD_BUFFER = "rainband: NaN or infinity in the buffer {name}, such as a running mean, was left out of its mean."
 OWN_LOADER = (
     "rainband: this loop uses its own data loader, so every worker trains on all of the data. To share its batches, "
     "iterate over run.loader(loader), or use run.batches(dataset, batch_size=...), or run.part(batch)."
@@ -54,6 +59,7 @@ class GradientExchange:
     def attach(self) -> None:
         """Begin to average, when the loop begins."""
         self.hooks.watch(self.tensors.parameters)
+        self.tensors.note_step()
         self.steps.attach(self.state.optimizers)
 
     def detach(self) -> None:
@@ -65,7 +71,9 @@ class GradientExchange:
 
     def end(self) -> None:
         """End this worker's part when the others have ended the pass: a worker that missed a step gets the state."""
+        self.steps.settle()
         self.exchange.begin(self.epoch + 1)
+        self._tell_drift()
         self.exchange.leave()
 
     def ensure_round(self) -> None:
@@ -75,7 +83,9 @@ class GradientExchange:
 
     def begin_round(self, epoch: int) -> None:
         """Prepare for the next batch."""
+        self.steps.settle()
         self.epoch = epoch
+        self._tell_drift()
         if new := self.tensors.find():
             raise ValueError(
                 f"{self.tensors.names[-len(new)]} was added to the model or an optimizer after rainband.join: add all "
@@ -186,6 +196,8 @@ class GradientExchange:
             return
         if self.session is not None and self.exchanges == 1 and self.part is not None:
             self.session.exchanged(self.part)
+        if self.uses_loaders and self.exchanges == 1 and self.part is not None:
+            self.steps.exchanged(self.part.total, tensors[: len(self.tensors.parameters)])
         self.trial.after(tensors)
         self._put(tensors, alone)
         self.deferred = False
@@ -206,6 +218,8 @@ class GradientExchange:
                 buffer.keep()
             else:
                 buffer.put(mean)
+            if buffer.has_bad:
+                self._tell(BAD_BUFFER.format(name=buffer.name))
 
     def _defer(self, changed: set[int]) -> None:
         self.deferred = True
@@ -248,6 +262,10 @@ class GradientExchange:
         """Leave the `with` block if the run ends early: raise what no loop catches by mistake; its end takes it."""
         if self.state.stopped is not None:
             raise KeyboardInterrupt(self.state.stopped)
+
+    def _tell_drift(self) -> None:
+        if self.exchange.drifted and self.exchange.is_first:
+            self._tell(DRIFTED)
 
     def _tell(self, message: str) -> None:
         if message not in self.told:

@@ -89,6 +89,7 @@ class LoopState:
         for buffer in tensors.buffers:
             buffer.keep()
         tensors.note_exchange()
+        tensors.note_step()
 
     def end_catching_up(self) -> None:
         """Apply the received state again: the loop has registered objects, and stepped schedulers of earlier passes."""
@@ -109,6 +110,12 @@ class LoopState:
         for parameter in self.tensors.parameters:
             digest.update(memoryview(parameter.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()))  # type: ignore[arg-type]
         return digest.intdigest() >> 1
+
+    def has_changed(self) -> bool:
+        """Return True, once, if the loop itself has changed parameters, as re-initializing a layer does."""
+        self.tensors.look()
+        changed, self.tensors.changed_by_loop = self.tensors.changed_by_loop, False
+        return changed
 
 
 def _put_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:

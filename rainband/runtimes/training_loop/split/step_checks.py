@@ -10,6 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from rainband.model.flat_parameters import is_finite
+from rainband.runtimes.training_loop.step_hooks import found_infinite
+
 if TYPE_CHECKING:
     from rainband.runtimes.training_loop.split.gradients import GradientExchange
 
@@ -20,6 +23,8 @@ class StepChecks:
     def __init__(self, gradients: GradientExchange) -> None:
         self.gradients = gradients
         self.handles: list[RemovableHandle] = []
+        self.unstepped = 0  # samples whose gradients no step has used yet
+        self.kept: Sequence[Tensor | None] = ()  # their mean; zero_grad() only replaces it
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
         for optimizer in optimizers:
@@ -30,7 +35,20 @@ class StepChecks:
         for handle in self.handles:
             handle.remove()
 
+    def exchanged(self, samples: int, gradients: Sequence[Tensor | None]) -> None:
+        """Note the mean gradient of a batch of samples."""
+        self.unstepped += samples
+        self.kept = gradients
+
+    def settle(self) -> None:
+        """Count what a GradScaler has left out: gradients that are not finite, and no step before the next batch."""
+        if self.unstepped and not is_finite(self.kept):
+            self.gradients.exchange.leave_out(self.unstepped)
+            self.unstepped = 0
+        self.kept = ()
+
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        self.gradients.tensors.look()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if callable(closure):
             averaged = self._averaged(closure)
@@ -74,5 +92,9 @@ class StepChecks:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         gradients = self.gradients
         gradients.exchange.stepped()
+        if found_infinite(optimizer):
+            gradients.exchange.leave_out(self.unstepped)
+        self.unstepped, self.kept = 0, ()
+        gradients.tensors.note_step()
         if not gradients.uses_loaders and gradients.part is not None:
             gradients.begin_own_round()

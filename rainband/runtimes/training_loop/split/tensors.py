@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from rainband.model.layers import refuse_sync_batch_norm
+from rainband.rounds.average import finite
 
 
 class BackwardHooks:
@@ -59,6 +60,8 @@ class SharedTensors:
         self.buffers: list[SharedBuffer] = []
         self.unsynced: set[int] = set()  # parameters with gradients of this worker alone
         self.averaged: dict[int, int] = {}  # parameter -> the gradient that was averaged last, by their IDs
+        self.versions = -1  # of all trained parameters, at the last step
+        self.changed_by_loop = False
         self.find()
         self._find_buffers()
 
@@ -106,6 +109,18 @@ class SharedTensors:
         self.unsynced.clear()
         self.averaged = {id(p): id(p.grad) for p in self.parameters if p.grad is not None}
 
+    def note_step(self) -> None:
+        """Remember that the parameters are those of the optimizers, or of another worker's state."""
+        self.versions = self._versions()
+
+    def look(self) -> None:
+        """Notice if the loop itself has changed parameters since. A change of `parameter.data` cannot be noticed."""
+        if (now := self._versions()) != self.versions:
+            self.versions, self.changed_by_loop = now, True
+
+    def _versions(self) -> int:
+        return sum([parameter._version for parameter in self.parameters if parameter.requires_grad])
+
     def not_averaged(self, optimizer: Optimizer) -> str | None:
         """Return the name of a parameter of this optimizer whose gradient object was never averaged."""
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -124,6 +139,7 @@ class SharedBuffer:
         self.name = name
         self.common = self.tensor.detach().clone()  # its values at the last exchange, equal on all workers
         self.version = self._version()
+        self.has_bad = False  # NaN or infinity was left out
 
     @property
     def tensor(self) -> Tensor:
@@ -141,7 +157,10 @@ class SharedBuffer:
         uncounted = isinstance(self.module, _InstanceNorm) and self.module.training
         if self._version() == self.version and not uncounted:
             return None
-        return self.tensor - self.common
+        change = self.tensor - self.common
+        if not (left_out := finite(change)).equal(change):
+            self.has_bad = True
+        return left_out
 
     def put(self, change: Tensor | None) -> None:
         """Set the buffer to its values at the last exchange plus a change; None: there is no change."""
