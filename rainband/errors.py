@@ -67,3 +67,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
     near = difflib.get_close_matches(name, list(known), n=1)
     return f" (did you mean {near[0]}?)" if near else ""
+
+
+class StateLost(RainbandError):
+    """All workers that had the trained parameters were lost."""

@@ -16,7 +16,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from rainband.errors import RainbandError
+from rainband.errors import StateLost
 from rainband.rounds.average import Contribution, average, mask_of
 from rainband.rounds.board import Asking, Board, Condition, RoundEntry
 from rainband.rounds.cut import MIN_SAMPLES, part_sizes
@@ -40,10 +40,6 @@ Headers = dict[int, Header]
 
 LAST_EPOCH = (1 << 19) - 2  # after all epochs of any loop
 SPEEDS = 15  # rounds of which the median speed counts
-
-
-class StateLost(RainbandError):
-    """All workers that had the trained parameters were lost."""
 
 
 # size: exchanges, decisions and joining share the state of the open round and of this life
