@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, St
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
+from rainband.errors import ServerLost
 from rainband.join import join as public_join
 from rainband.protocol.lr_schedules import Schedule
 from rainband.protocol.messages import Halt, Peer
@@ -1238,3 +1239,28 @@ def test_a_script_joins_once(monkeypatch: pytest.MonkeyPatch) -> None:
         public_join(model, optimizer)
     with pytest.raises(ValueError, match="needs an optimizer"):
         public_join(model, [])
+
+
+def test_an_error_of_the_run_that_the_loop_swallows_is_raised_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with `except Exception: continue`, after a server was lost."""
+    member, wait = OneProcess(PLAIN), OneProcess.wait
+    lost = [False]
+
+    def wait_once_in_vain(member: OneProcess, timeout_s: float | None = None) -> bool:
+        if lost[0] and timeout_s is None:
+            lost[0] = False
+            raise ServerLost("server 0", "waiting for its answers")
+        return wait(member, timeout_s)
+
+    monkeypatch.setattr(OneProcess, "wait", wait_once_in_vain)
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    raised: list[str] = []
+    with pytest.raises(ServerLost, match="server 0"), joined(model, optimizer, member) as run:
+        for step, batch in enumerate(run.batches(DATA, batch_size=4)):
+            lost[0] = step == 1
+            try:
+                train(model, optimizer, batch)
+            except Exception as error:
+                raised.append(str(error))
+    assert len(raised) == 5 and len(set(raised)) == 1

@@ -200,6 +200,7 @@ class LoopCoroutine:
         self.wait = wait
         self.life = Steps(live(session))
         self.needed: UsersTurn | None = None
+        self.error: Exception | None = None  # that has ended it
         self._go_on()
 
     @property
@@ -214,7 +215,14 @@ class LoopCoroutine:
         return not self.session.training
 
     def _go_on(self) -> None:
-        self.needed = drive_until(self.life, self.wait, self.session, (UsersTurn,))
+        """Advance it; raise the error that has ended it each time, because loops may have `except Exception`."""
+        if self.error is not None:
+            raise self.error
+        try:
+            self.needed = drive_until(self.life, self.wait, self.session, (UsersTurn,))
+        except Exception as error:
+            self.error = error
+            raise
 
     def step(self, gradient: Gradient) -> None:
         """Give the strategy the gradient of a user's step."""
