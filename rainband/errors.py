@@ -26,7 +26,7 @@ class ServerLost(PeerLost):
 
 
 class CoordinatorLost(PeerLost):
-    """The connection to the coordinator was lost: a worker continues only with the batches that it has leased."""
+    """The connection to the coordinator was lost, so the worker process ends."""
 
 
 class Refused(RainbandError):
