@@ -274,6 +274,17 @@ def test_slow_and_lost_workers_are_in_the_line() -> None:
     )
 
 
+def test_workers_that_are_paused_inactive_or_gone_are_not_called_lost_in_the_line_and_the_live_view() -> None:
+    pace = [progress(5.0 * s, 100 * s, rates=(100.0, 0.0, 0.0, 0.0)) for s in range(1, 5)]
+    whys = ("paused, by its own request", "inactive: heartbeats, but no push for 9 s", "it left, by its own request")
+    gone = [events.Lost(at_s=4.0, node=f"worker {i + 1}", why=why) for i, why in enumerate(whys)]
+    story = [started(4), planned(), events.PhaseChanged(at_s=0.0, phase="running"), *gone, *pace]
+    assert plain_lines(story)[-1].endswith("paused: worker 1  inactive: worker 2  left: worker 3")
+    assert lasting_lines(gone[2], running(progress(2, 100))) == ["worker 3 has left; its batches are reassigned"]
+    live = "\n".join(drawn(RunSoFar.from_events(story)))
+    assert "paused  paused, by its own request" in live and "lost" not in live
+
+
 def test_a_live_view_keeps_the_last_reports_and_some_of_each_time_before() -> None:
     story = [progress(float(s), s, samples=10**6, loss=1.0) for s in range(20_000)]
     live, whole = RunSoFar(most_progress=200), RunSoFar()

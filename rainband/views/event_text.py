@@ -69,11 +69,20 @@ def _lost(event: events.Lost, so_far: RunSoFar) -> str:
     shares = so_far.started is not None and so_far.started.shares_batches
     goes_on = "the others share its part" if shares else "its batches are reassigned"
     after = f"; {goes_on}" if reassigns else ""
-    if event.why.startswith("paused"):
-        return f"{event.node} {event.why}{after}"
-    if event.why.startswith("inactive"):
-        return f"{event.node} is {event.why}{after}"
+    match state_of(event.why):
+        case "paused":
+            return f"{event.node} {event.why}{after}"
+        case "inactive":
+            return f"{event.node} is {event.why}{after}"
+        case "left":
+            return f"{event.node} has left{after}"
     return f"lost {event.node} ({event.why}){after}"
+
+
+def state_of(why: str) -> str:
+    """Return in one word why a node takes no part: it is alive and paused or inactive, has left, or is lost."""
+    begins = {"paused": "paused", "inactive": "inactive", "it left": "left"}
+    return next((word for beginning, word in begins.items() if why.startswith(beginning)), "lost")
 
 
 def _guard_acted(event: events.GuardActed) -> str:
@@ -250,9 +259,17 @@ def slow_and_lost(so_far: RunSoFar) -> str:
     parts = [
         f"waiting for: {_named([f'worker {i}' for i in holders])}" if holders else "",
         f"slow: {_named(slow)}" if slow else "",
-        f"lost: {_named(list(so_far.lost))}" if so_far.lost else "",
+        *(f"{word}: {_named(nodes)}" for word, nodes in _gone(so_far).items()),
     ]
     return "  ".join(part for part in parts if part)
+
+
+def _gone(so_far: RunSoFar) -> dict[str, list[str]]:
+    """Return the nodes that take no part now: lost, inactive or paused ones."""
+    gone: dict[str, list[str]] = {}
+    for node, why in so_far.lost.items():
+        gone.setdefault(state_of(why), []).append(node)
+    return gone
 
 
 def _named(nodes: list[str]) -> str:
