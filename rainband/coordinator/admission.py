@@ -133,9 +133,10 @@ class Admission:
         state = self.state
         if len(state.servers) < state.settings.num_servers or not self.waiting or state.phase is Phase.OVER:
             return []
-        known = len(state.workers.keys() | state.missing)
-        if not state.plan and self.waiting[0][1].custom_loop and known < state.settings.num_workers:
-            return []  # custom loops start together: a late one could find that the others have ended
+        if not state.plan and self.waiting[0][1].custom_loop:
+            known = len(state.workers.keys() | state.missing)
+            if known < state.settings.num_workers:
+                return []  # they start together: a late one could find that the others have ended
         complete = [(sender, join) for sender, join in self.waiting if state.is_complete(sender.index)]
         if not state.plan:
             complete = self._who_begins(complete)

@@ -104,10 +104,12 @@ class Leases:
 
     def give(self, now: float, only: int | None = None) -> list[CoordinatorOutput]:
         """Lease portions to waiting workers; or to one only, if nothing has changed for the others."""
+        if only is not None and only not in self.wanting:
+            return []
         if self.state.phase is not Phase.RUNNING or not self._has_more():
             return []
         outs = []
-        for index in list(self.wanting) if only is None else [only] if only in self.wanting else []:
+        for index in list(self.wanting) if only is None else (only,):
             worker = self.state.workers[index]
             if not worker.connected or worker.ended:
                 del self.wanting[index]
@@ -122,7 +124,8 @@ class Leases:
     def _has_more(self) -> bool:
         if not self.state.has_data():
             return False
-        self._refill()
+        if not self.again and not self.pool:
+            self._refill()
         return bool(self.again or self.pool)
 
     def _choose(self, worker: WorkerState) -> int | None:
@@ -134,7 +137,8 @@ class Leases:
             return self._choose_position(worker)
         if self.again:
             return min(self.again)
-        self._refill()
+        if not self.pool:
+            self._refill()
         if not self.pool:
             return None
         left = state.plan.num_portions - self.next_fresh + len(self.pool)

@@ -66,8 +66,10 @@ class Liveness:
         """Note a sign of progress; an inactive replica returns as a whole, when none of its workers is late."""
         worker.heartbeat_at = worker.worked_at = now
         worker.paused = worker.late = False
+        if worker.active:
+            return
         replica = self.state.replica_of(worker.peer.index)
-        if worker.active or any(other.late for other in replica):
+        if any(other.late for other in replica):
             return
         for other in replica:
             if other.connected and not other.active:

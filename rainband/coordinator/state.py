@@ -89,7 +89,7 @@ NEXT: Mapping[Phase, frozenset[Phase]] = {
 }
 
 
-@dataclass
+@dataclass(slots=True)
 class WorkerState:
     """The state of one worker."""
 
@@ -222,7 +222,8 @@ class RunState:
 
     def is_complete(self, worker: int) -> bool:
         """Return whether its whole replica is connected: the workers of a replica start and go on only together."""
-        return sum(other.connected for other in self.replica_of(worker)) == self.settings.workers_per_replica
+        replica = self.replica_of(worker)
+        return len(replica) == self.settings.workers_per_replica and all(other.connected for other in replica)
 
     def addresses(self, worker: int) -> tuple[Address, ...]:
         return tuple(other.address for other in self.replica_of(worker) if other.address is not None)
@@ -251,11 +252,11 @@ class RunState:
 
     def is_done(self, portion: int) -> bool:
         """Return whether every block has accepted all batches of a portion."""
-        enough = len(self.reports()) >= max(1, len(self.servers))
-        return enough and all(
-            s.report is None or not s.report.blocks or portion < s.report.first_open or portion in s.full
-            for s in self.servers.values()
-        )
+        for server in self.servers.values():
+            report = server.report
+            if report is None or (report.blocks and portion >= report.first_open and portion not in server.full):
+                return False
+        return bool(self.servers)
 
     def batches_done(self) -> int:
         """Count the batches that every block has accepted."""

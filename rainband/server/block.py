@@ -82,7 +82,9 @@ class Block:
             self.observer.applying(self, gradient, pushes)
         self.accounting.count(pushes, self.version)
         lr_scale = 1.0 if self.schedule is None else self.schedule.scale(self._progress(pushes[0]))
-        sender = next((push for push in pushes if not push.skip), pushes[0])  # a skip brings no settings
+        sender = pushes[0]
+        if sender.skip:  # a skip brings no settings
+            sender = next((push for push in pushes if not push.skip), sender)
         self.parameters.step(gradient, absent, lr_scale, sender.worker, self.version + 1)
         self.version += 1
 

@@ -53,6 +53,7 @@ from rainband.strategy import ServerPart
 if TYPE_CHECKING:
     from rainband.observer import Observer
 
+ACCEPTED, DUPLICATE = PushResult.ACCEPTED, PushResult.DUPLICATE  # read for every push: members of enums are slow
 DONE_WITH = frozenset(r for r in PushResult if r <= PushResult.LATE)  # the sender goes on after these answers
 Publish = Callable[[Sequence[BlockSpec], int], list[ParameterBuffer]]  # (blocks, tensors per block) -> buffers
 
@@ -148,7 +149,7 @@ class Server:
             ack = Ack(push.block, push.sequence, PushResult.WRONG_SERVER, self.term, 0, push.slot, "not my block")
             return [ServerOutput(sender, ack)]
         result, reason, gradient = self.validator.check(sender, block, push, payload, self.term)
-        if result == PushResult.ACCEPTED:
+        if result == ACCEPTED:
             self._accept(sender, block, push, gradient)
         self._count(push, result)
         ack = Ack(push.block, push.sequence, result, self.term, block.version, push.slot, reason)
@@ -163,12 +164,12 @@ class Server:
             outs += self._choose_rounds(block)
         if self.progress.unreported:
             outs += self._report_progress(block)
-        if self.commands is not None and result == PushResult.ACCEPTED:
+        if self.commands is not None and result == ACCEPTED:
             outs += [ServerOutput(COORDINATOR, message) for message in self.commands.evaluated()]
         return outs
 
     def _count(self, push: Push, result: PushResult) -> None:
-        if result > PushResult.DUPLICATE:
+        if result > DUPLICATE:
             self.progress.refused[result.name.lower()] += 1
         if self.observer is not None:
             self.observer.answered(push, result)

@@ -61,6 +61,19 @@ class StateChanged(Handle):
 class Client:
     """Leases, pushes and pulls of one worker behind one interface; delivers each message to the part it is for."""
 
+    __slots__ = (
+        "items",
+        "leases",
+        "me",
+        "others_have_opened",
+        "pulls",
+        "pushes",
+        "servers",
+        "tell",
+        "transfer",
+        "waiting_for_change",
+    )
+
     def __init__(
         self,
         me: Peer,

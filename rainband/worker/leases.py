@@ -24,6 +24,8 @@ class HeldLease:
 class HeldLeases:
     """Requests leases from the coordinator, hands out their work items and returns them when they are settled."""
 
+    __slots__ = ("finished", "held", "no_work", "plan", "requested", "stop_reason", "tell")
+
     def __init__(self, plan: DataPlan, tell: Callable[[Message], None]) -> None:
         self.plan = plan
         self.tell = tell  # sends a message to the coordinator
@@ -55,7 +57,7 @@ class HeldLeases:
         if (
             not self.requested
             and not self.finished
-            and not self.stopping
+            and self.stop_reason is None
             and (self.plan.items_per_round or len(found) <= 1)
         ):
             self.requested = True

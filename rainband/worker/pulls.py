@@ -66,6 +66,8 @@ class PullHandle(Handle):
 class Pulls:
     """Requests parameters, or reads them in shared memory. At most one pull is under way."""
 
+    __slots__ = ("asks", "current", "entered", "leases", "pushes", "servers", "versions")
+
     def __init__(self, servers: ServerBlocks, pushes: Pushes, leases: HeldLeases) -> None:
         self.servers = servers
         self.pushes = pushes

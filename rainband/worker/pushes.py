@@ -37,6 +37,21 @@ class PushHandle(Handle):
 class Pushes:
     """Sends gradients to the servers and settles their batches when every block has answered."""
 
+    __slots__ = (
+        "base",
+        "clock",
+        "groups",
+        "in_flight",
+        "leases",
+        "me",
+        "reasons",
+        "sequence",
+        "servers",
+        "term",
+        "unanswered",
+        "versions",
+    )
+
     def __init__(self, me: int, servers: ServerBlocks, leases: HeldLeases) -> None:
         self.me = me  # this worker's number
         self.servers = servers

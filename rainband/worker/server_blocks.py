@@ -25,6 +25,22 @@ def _borrows(port: type) -> bool:
 class ServerBlocks:
     """Parameters in `flat`, the blocks they are divided into, and one port for each server."""
 
+    __slots__ = (
+        "blocks",
+        "borrowers",
+        "direct_blocks",
+        "flat",
+        "num_bytes",
+        "observer",
+        "own_ports",
+        "part",
+        "port_of",
+        "ports",
+        "specs",
+        "stats",
+        "views",
+    )
+
     def __init__(
         self, flat: Flat, specs: Sequence[BlockSpec], owners: Sequence[int], ports: Sequence[Port], part: int = 0
     ) -> None:

@@ -27,6 +27,8 @@ class StateHandle(Handle):
 class StateTransfer:
     """Sends the first values of a run, and collects the servers' optimizer state."""
 
+    __slots__ = ("fetching", "servers")
+
     def __init__(self, servers: ServerBlocks) -> None:
         self.servers = servers
         self.fetching: StateHandle | None = None

@@ -15,6 +15,8 @@ from rainband.strategy import Batch, WorkItem
 class ItemsInHand:
     """Requests more work items while the last one is computed, and reports when it has none."""
 
+    __slots__ = ("at_version", "has_requested", "said_idle", "spare", "tell", "work_items")
+
     def __init__(self, tell: Callable[[Message], None]) -> None:
         self.tell = tell  # sends a message to the coordinator
         self.at_version = -1  # of the current evaluation
