@@ -8,22 +8,21 @@ the same steps. In the rows with a slow worker, every step takes a fixed time, a
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from rainband.bench.baselines.lbfgs import PlainOrder
 from rainband.bench.harness.processes import PRELOAD, BenchProcess
 from rainband.bench.harness.rows import Effort, Row, at_least, at_most
+from rainband.bench.harness.runs import run_to_measure
 from rainband.observer import Observer
 from rainband.protocol import events, messages
 from rainband.runtimes.config import RunConfig, SimSettings
-from rainband.runtimes.processes import launcher as local
+from rainband.runtimes.processes.launcher import Launcher
 from rainband.runtimes.processes.zygote import Zygote
-from rainband.runtimes.run_directory import new_directory
+from rainband.runtimes.run import RunResult, View
 from rainband.tasks.digits import Digits
 from rainband.transports.frames import PREFIX_BYTES
 
@@ -163,22 +162,24 @@ def _sandblaster(
     if slow_factor is not None:
         workers = PACED_WORKERS
         compute = {"kind": "constant", "step_s": STEP_S, "slow_workers": (workers - 1,), "slow_factor": slow_factor}
-    with tempfile.TemporaryDirectory() as root:
-        config = RunConfig(
-            task=task,
-            task_settings=task_settings,
-            strategy="sandblaster",
-            strategy_settings={"iterations": iterations, "n_push": n_push, **SETTINGS},
-            num_workers=workers,
-            num_servers=2,
-            directory=str(new_directory(Path(root), task, "sandblaster")),
-            sim=SimSettings() if compute is None else SimSettings(compute=compute),
-        )
-        launcher = local.Launcher(config, view, observer=traffic)
+
+    def run(config: RunConfig, view: View) -> RunResult:
+        launcher = Launcher(config, view, observer=traffic)
         with launcher.signals():
-            result = launcher.run()
-    if result.outcome != "finished" or len(reports) < 2:
-        raise RuntimeError(f"the run {result.outcome}, nothing to measure: {result.reason}")
+            return launcher.run()
+
+    config = RunConfig(
+        task=task,
+        task_settings=task_settings,
+        strategy="sandblaster",
+        strategy_settings={"iterations": iterations, "n_push": n_push, **SETTINGS},
+        num_workers=workers,
+        num_servers=2,
+        sim=SimSettings() if compute is None else SimSettings(compute=compute),
+    )
+    run_to_measure(config, view, run)
+    if len(reports) < 2:
+        raise RuntimeError("the run ended after one iteration, nothing to measure: use more iterations.")
     first, last = reports[0], reports[-1]
     return LbfgsResult(
         evaluation_s=(last.at_s - first.at_s) / (last.evaluations - first.evaluations),
@@ -195,17 +196,8 @@ def _downpour_bytes(size: str) -> float:
         if isinstance(event, events.Progress):
             reports.append(event)
 
-    with tempfile.TemporaryDirectory() as root:
-        config = RunConfig(
-            task="mlp",
-            task_settings=_mlp(size),
-            strategy="downpour",
-            num_workers=2,
-            num_servers=2,
-            epochs=1,
-            directory=str(new_directory(Path(root), "mlp", "downpour")),
-        )
-        result = local.run(config, view)
-    if result.outcome != "finished":
-        raise RuntimeError(f"the run {result.outcome}, nothing to measure: {result.reason}")
+    settings = _mlp(size)
+    run_to_measure(
+        RunConfig(task="mlp", task_settings=settings, strategy="downpour", num_workers=2, num_servers=2, epochs=1), view
+    )
     return reports[-1].pushed_bytes + reports[-1].pulled_bytes

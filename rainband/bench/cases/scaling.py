@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from statistics import median
 
 from rainband.bench.baselines.data_parallel import TrainOrder
 from rainband.bench.harness.processes import PRELOAD, BenchProcess, free_port
 from rainband.bench.harness.rows import Effort, Row, at_least
+from rainband.bench.harness.runs import run_to_measure
 from rainband.protocol import events
 from rainband.runtimes.config import RunConfig
-from rainband.runtimes.processes import launcher as local
 from rainband.runtimes.processes.zygote import Zygote
-from rainband.runtimes.run_directory import new_directory
 
 TRAIN = "rainband.bench.baselines.data_parallel:train_main"
 SIZES = ("0.7M", "5.8M", "20M")
@@ -71,22 +68,18 @@ def _downpour(size: str, seconds: float) -> float:
             reports.append(event)
 
     epochs = {"0.7M": 8, "5.8M": 1, "20M": 1}[size] * max(1, round(seconds / 3))
-    with tempfile.TemporaryDirectory() as root:
-        config = RunConfig(
-            task="mlp",
-            task_settings={"parameters": size},
-            strategy="downpour",
-            strategy_settings={"optimizer": "sgd", "lr": 1e-3},
-            num_workers=2,
-            num_servers=1,
-            epochs=epochs,
-            failure_timeout_s=1.0,
-            directory=str(new_directory(Path(root), "mlp", "downpour")),
-        )
-        result = local.run(config, view)
-    if result.outcome != "finished" or len(reports) < 2:
-        raise RuntimeError(
-            f"the run {result.outcome} with {len(reports)} progress reports, too few to measure. {result.reason}"
-        )
+    config = RunConfig(
+        task="mlp",
+        task_settings={"parameters": size},
+        strategy="downpour",
+        strategy_settings={"optimizer": "sgd", "lr": 1e-3},
+        num_workers=2,
+        num_servers=1,
+        epochs=epochs,
+        failure_timeout_s=1.0,
+    )
+    run_to_measure(config, view)
+    if len(reports) < 2:
+        raise RuntimeError(f"the run had {len(reports)} progress reports, too few to measure.")
     first, last = reports[0], reports[-1]
     return (last.samples_done - first.samples_done) / (last.at_s - first.at_s)

@@ -10,20 +10,17 @@ with DDP while it would wait anyway, with Rainband instead of some of its steps.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rainband.bench.baselines.data_parallel import PacedOrder
 from rainband.bench.harness.processes import PRELOAD, BenchProcess, free_port
 from rainband.bench.harness.rows import Effort, Row, at_least
+from rainband.bench.harness.runs import run_to_measure
 from rainband.protocol import events
 from rainband.runtimes.config import RunConfig, SimSettings
-from rainband.runtimes.processes import launcher as local
 from rainband.runtimes.processes.zygote import Zygote
-from rainband.runtimes.run_directory import new_directory
 from rainband.tasks.digits import Digits
 
 NUM_WORKERS, SLOW, FACTOR = 4, 3, 5.0  # worker 0 evaluates, so another one is slow
@@ -111,22 +108,18 @@ def _ddp(zygote: Zygote) -> StragglerResult:
 def _train(contender: Contender) -> StragglerResult:
     run_events: list[events.AnyEvent] = []
     compute = {"kind": "constant", "step_s": STEP_S, "slow_workers": (SLOW,), "slow_factor": FACTOR}
-    with tempfile.TemporaryDirectory() as root:
-        config = RunConfig(
-            task="digits",
-            strategy=contender.strategy,
-            strategy_settings=contender.settings,
-            num_workers=NUM_WORKERS,
-            num_servers=0 if contender.strategy == "hogwild" else 1,
-            epochs=contender.epochs,
-            eval_every_s=0.1,
-            failure_timeout_s=1.0,  # heartbeats, which carry the accuracy, are five times as frequent
-            directory=str(new_directory(Path(root), "digits", contender.strategy)),
-            sim=SimSettings(compute=compute),
-        )
-        result = local.run(config, run_events.append)
-    if result.outcome != "finished":
-        raise RuntimeError(f"{contender.name} {result.outcome}: {result.reason}")
+    config = RunConfig(
+        task="digits",
+        strategy=contender.strategy,
+        strategy_settings=contender.settings,
+        num_workers=NUM_WORKERS,
+        num_servers=0 if contender.strategy == "hogwild" else 1,
+        epochs=contender.epochs,
+        eval_every_s=0.1,
+        failure_timeout_s=1.0,  # heartbeats, which carry the accuracy, are five times as frequent
+        sim=SimSettings(compute=compute),
+    )
+    run_to_measure(config, run_events.append)
     return result_of(run_events)
 
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from rainband.bench.baselines.stages import PipeliningOrder, PlainProcessOrder
 from rainband.bench.harness.models import Branches, Chain
 from rainband.bench.harness.processes import BenchProcess, free_port
+from rainband.bench.harness.runs import run_to_measure
 from rainband.model_parallel.graph.split_loss import cut_task, measure_samples
 from rainband.model_parallel.placement.placement import PlacedStage, Placement
 from rainband.model_parallel.placement.profile import Profile
 from rainband.model_parallel.placement.stage_plan import StagePlan
 from rainband.protocol import events
 from rainband.runtimes.config import RunConfig
-from rainband.runtimes.processes import launcher as local
 from rainband.runtimes.processes.zygote import Zygote
-from rainband.runtimes.run_directory import new_directory
 from rainband.views.training_time import TrainingTime
 
 MODELS = "rainband.bench.harness.models:"
@@ -85,11 +82,8 @@ def two_workers(
         "batch_size": batch_size,
         "stage_plan": stage_plan,
     }
-    with tempfile.TemporaryDirectory() as root:
-        directory = str(new_directory(Path(root), "bench", strategy))
-        result = local.run(RunConfig(**settings, directory=directory), view)
-    if result.outcome != "finished" or training.ended_s is None:
-        raise RuntimeError(f"the run {result.outcome}: {result.reason}")
+    result = run_to_measure(RunConfig(**settings), view)
+    assert training.ended_s is not None, "a run that finished has ended its training"
     return (result.samples - first_samples) / (training.ended_s - first_s[0])
 
 
