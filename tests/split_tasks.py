@@ -1,4 +1,4 @@
-"""Tasks whose layers are in pieces, with whole numbers only, and plans that give each worker one of each."""
+"""Tasks whose layers are in shards, with whole numbers only, and plans that give each worker one of each."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ class InPieces(Shaped):
 
 
 def plan_of(name: str) -> StagePlan:
-    """The first piece of every layer on one worker, the second on the other; what is whole on the first."""
+    """The first shard of every layer on one worker, the second on the other; what is whole on the first."""
     task = InPieces(name)
 
     def piece(unit: str) -> int:
         tile = tile_of(unit)
-        return tile if tile is not None else int("pieces_of_1" in unit or unit.endswith("between_1"))
+        return tile if tile is not None else int("layer_shards_1" in unit or unit.endswith("between_1"))
 
     units = cut(task.model(), task.data().batch(range(2))).units
     return planned(task, {unit: piece(unit) for unit in units}, kind="partition")

@@ -81,7 +81,7 @@ def test_a_small_momentum_or_one_worker_or_lock_step_is_no_reason_to_warn() -> N
         ("adaptive_bound", {"max_bound": 4}, "with a bound of 4 after 4 steps all workers"),
     ],
 )
-def test_who_waits_for_a_worker_that_is_always_slow_is_told_for_how_long(
+def test_the_warning_of_a_worker_that_is_always_slow_says_how_long_others_wait(
     strategy: str, settings: dict[str, Any], how: str
 ) -> None:
     warning = told(strategy, 4, SLOW, **settings)
@@ -124,14 +124,14 @@ def test_or_from_the_rates_of_an_earlier_run() -> None:
 # ---- numbers that do not fit ----
 
 
-def test_an_n_that_does_not_divide_the_workers_is_told_with_what_it_makes_of_them() -> None:
+def test_the_warning_of_an_n_that_does_not_divide_the_workers_says_what_it_makes_of_them() -> None:
     warning = told("soft_sync", 7, n=3)
     assert "c = 7 / 3 is rounded down to 2, so there are 3.5 updates, not 3" in warning
     assert warning.endswith("Choose n from 1, 7.")
     assert told("soft_sync", 6, n=3) == ""
 
 
-def test_an_n_larger_than_the_workers_is_told_also_what_it_does_to_the_rate() -> None:
+def test_the_warning_of_an_n_larger_than_the_workers_says_what_it_does_to_the_rate() -> None:
     assert "so n acts as 4. Choose n from 1 to 4." in told("soft_sync", 4, n=8)
     assert "so n acts as 4 and the learning rate is divided by 8" in told("soft_sync", 4, n=8, scaling="n")
 
@@ -153,7 +153,7 @@ def test_where_several_workers_compute_one_model_its_copies_count(tmp_path: Path
     )
 
 
-def test_linear_scaling_without_a_warm_up_is_told_the_rate_of_its_first_step() -> None:
+def test_the_warning_of_linear_scaling_without_a_warm_up_has_the_rate_of_its_first_step() -> None:
     assert "a learning rate of 0.8, 8 times that of one worker" in told(
         "sync", 8, batch_per_worker=True, scaling="linear", lr=0.1
     )
@@ -173,7 +173,7 @@ def test_backups_that_throw_most_of_the_work_away_are_counted() -> None:
     assert told("sync", 4, batch_per_worker=True, backup_workers=2) == ""
 
 
-def test_many_workers_with_one_rate_for_all_are_told_how_much_smaller_it_must_be() -> None:
+def test_the_warning_of_many_workers_with_one_rate_says_how_much_smaller_it_must_be() -> None:
     """For 19 missed updates: 1 / sin(pi / 78) = 24.8."""
     assert "learning rate is then 25 times smaller" in told("stale_sync", 20)
     assert "learning rate is then 25 times smaller" in told("hogwild", 20)

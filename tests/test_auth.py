@@ -81,7 +81,7 @@ def test_every_role_can_be_on_either_side(role: str) -> None:
 
 
 @given(st.integers(1, 80))
-def test_messages_may_come_in_pieces(piece_bytes: int) -> None:
+def test_messages_may_arrive_in_parts(piece_bytes: int) -> None:
     ours, theirs = client(), server()
     converse(ours, theirs, piece_bytes)
     assert ours.done and theirs.done
@@ -358,7 +358,7 @@ def test_a_refused_handshake_stays_refused() -> None:
         assert not handshake.done
 
 
-def test_who_does_not_know_the_secret_is_not_told_that_the_run_is_wrong() -> None:
+def test_a_client_without_the_secret_does_not_learn_that_the_run_is_wrong() -> None:
     theirs, hello = server(), client(OTHER_SECRET, OTHER_RUN).outgoing
     assert len(deliver(hello, theirs)) == 75
     error = failed(theirs, b"p" * 32)

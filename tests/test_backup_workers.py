@@ -47,7 +47,7 @@ def test_of_three_work_items_the_first_two_make_the_round_and_the_last_is_droppe
     assert rule.chosen == [RoundChosen(0, (0, 2))] and block.dropped == [(1, 0)]
 
 
-def test_another_block_waits_until_it_is_told_which_and_takes_the_same() -> None:
+def test_another_block_waits_until_it_knows_the_choice_and_takes_the_same() -> None:
     rule, block = FirstArrivalsOfRound(needed=2), Chooser(index=1)
     for position, value in ((1, 100.0), (2, 6.0)):
         rule.absorb(block, item_push(block.plan, 0, position=position), number(value))
@@ -152,6 +152,6 @@ def test_linear_scaling_takes_as_large_a_step_on_the_mean_as_all_workers_would_o
     assert torch.equal(ends[0], ends[1])
 
 
-def test_wrong_settings_are_told_at_once() -> None:
+def test_wrong_settings_are_reported_at_once() -> None:
     with pytest.raises(ValueError, match="backup_workers=-1: choose 0"):
         Sync(batch_per_worker=True, backup_workers=-1)

@@ -174,7 +174,7 @@ def test_first_values_are_in_every_buffer_and_in_the_master() -> None:
             assert all(set(buffer.tolist()) == {3.0} for buffer in block.buffer.tensors)
 
 
-def test_a_block_is_not_loaded_until_it_is_told_its_first_values() -> None:
+def test_a_block_is_not_loaded_until_it_gets_its_first_values() -> None:
     (spec,) = specs_of(1)
     block = Block(spec, make_buffer(spec, 1), make_plan(), make_server_part(), ({},))
     assert not block.loaded

@@ -150,7 +150,7 @@ def config_of(*words: str, config: Path | None = None, **given: object) -> RunCo
     return configured(words, RunOptions(config=config, **given))  # type: ignore[typeddict-item]
 
 
-def test_settings_of_the_strategy_and_of_the_task_are_told_apart() -> None:
+def test_settings_of_the_strategy_and_of_the_task_are_distinguished() -> None:
     made = config_of("quadratic", "downpour", "n_push=4", "task.samples=64", "lr=0.5")
     assert (made.task, made.strategy, made.task_settings) == ("quadratic", "downpour", {"samples": "64"})
     assert (made.strategy_settings["n_push"], made.strategy_settings["lr"]) == (4, 0.5)
@@ -280,7 +280,7 @@ def test_four_workers_and_two_servers_are_the_default_and_a_strategy_without_ser
         (("digits", "sync"), {"placement": "nope.json"}, 'placement="nope.json": cannot read it .* rainband placement'),
     ],
 )
-def test_a_mistake_is_told_with_what_would_be_right(
+def test_a_mistake_is_reported_with_what_would_be_right(
     words: tuple[str, ...], given: Mapping[str, object], complaint: str
 ) -> None:
     with pytest.raises(ValueError, match=complaint):
@@ -317,7 +317,7 @@ def test_a_configuration_and_a_task_together_are_a_mistake(tmp_path: Path) -> No
         config_of("digits", config=run)
 
 
-def test_a_configuration_that_cannot_be_read_is_told_before_all_else() -> None:
+def test_a_configuration_that_cannot_be_read_is_reported_before_all_else() -> None:
     with pytest.raises(ValueError, match="^cannot read nope.json: No such file"):
         config_of("digits", "downpour", config=Path("nope.json"))
 
@@ -339,7 +339,7 @@ def test_an_optimizer_in_the_current_folder_is_tried(tmp_path: Path) -> None:
         (("placement",), "rainband placement requires TASK, such as rainband placement digits"),
     ],
 )
-def test_a_missing_argument_is_told_with_an_example(words: tuple[str, ...], told: str) -> None:
+def test_a_missing_argument_is_reported_with_an_example(words: tuple[str, ...], told: str) -> None:
     said = Said(*words)
     assert said.exit_code == 2 and told in said.err
 
@@ -466,7 +466,7 @@ def test_csv_is_one_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len((Path(asked[0].directory) / "progress.csv").read_text().splitlines()) == 1 + 18
 
 
-def test_a_library_that_is_missing_is_told_before_a_directory_is_made(
+def test_a_library_that_is_missing_is_reported_before_a_directory_is_made(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pretend(monkeypatch, [])
@@ -476,7 +476,7 @@ def test_a_library_that_is_missing_is_told_before_a_directory_is_made(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_that_cannot_be_made_is_told_without_a_traceback(
+def test_a_directory_that_cannot_be_made_is_reported_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pretend(monkeypatch, [])
@@ -492,7 +492,7 @@ def test_options_of_an_earlier_run_without_effect_in_this_one_are_not_mistakes(t
     assert config_of(config=file, runtime="sim").runtime == "sim"
 
 
-def test_a_strategy_without_run_is_told(tmp_path: Path) -> None:
+def test_a_strategy_without_run_is_reported(tmp_path: Path) -> None:
     (tmp_path / "halfway.py").write_text(
         "from dataclasses import dataclass\nfrom rainband.strategy import Strategy\n"
         "@dataclass(frozen=True)\nclass GD(Strategy):\n    lr: float = 0.1\n"
@@ -503,7 +503,7 @@ def test_a_strategy_without_run_is_told(tmp_path: Path) -> None:
         config_of("digits", "halfway:dataclass")
 
 
-def test_options_of_earlier_versions_are_told_by_their_new_names() -> None:
+def test_options_of_earlier_versions_are_refused_with_their_new_names() -> None:
     said = Said("train", "digits", "sync", "--chunks=2")
     assert said.exit_code == 2 and "there is no option --chunks: it is now --stages-per-worker." in said.err
 
@@ -517,7 +517,7 @@ def test_the_help_of_a_command_lists_help_last(command: str) -> None:
 @pytest.mark.parametrize(
     "words", [("placement", "digits", "--placement", "nope.json"), ("fuzz", "1", "--faults", "nope.json")]
 )
-def test_a_file_that_cannot_be_read_is_told_with_its_option(words: tuple[str, ...]) -> None:
+def test_a_file_that_cannot_be_read_is_reported_with_its_option(words: tuple[str, ...]) -> None:
     said = Said(*words)
     assert said.exit_code == 2
     assert f"{words[2]} nope.json: cannot read it (No such file or directory)." in said.err
@@ -598,7 +598,7 @@ def test_more_workers_than_are_checked_are_refused() -> None:
     assert said.exit_code == 2 and "--workers 34: the tables of algorithms are checked for at most 33" in said.err
 
 
-def test_a_strategy_that_does_not_exist_is_told() -> None:
+def test_a_strategy_that_does_not_exist_is_reported() -> None:
     said = Said("explain", "snyc")
     assert said.exit_code == 2 and "did you mean sync?" in said.err
 
@@ -674,7 +674,7 @@ def test_two_runs_are_compared_by_the_settings_that_differ_and_the_results() -> 
     assert Said("runs", "compare", "a", "a").out.splitlines()[-1] == "All settings are equal."
 
 
-def test_a_run_that_does_not_exist_is_told() -> None:
+def test_a_run_that_does_not_exist_is_reported() -> None:
     write_run(Path("runs/one"), whole_run())
     said = Said("runs", "show", "two")
     assert said.exit_code == 2 and "no run named two in runs: choose from one, or type last." in said.err
@@ -719,7 +719,7 @@ def test_a_damaged_model_is_not_exported() -> None:
     assert said.exit_code == 2 and "does not load" in said.err and not Path("out.safetensors").exists()
 
 
-def test_what_cannot_be_exported_is_told() -> None:
+def test_what_cannot_be_exported_is_reported() -> None:
     write_run(Path("runs/one"), [started(), ended("failed", "server 0 was lost")])
     assert "one has no model (failed: server 0 was lost)" in Said("export", "one", "x").err
     with_model(Path("runs/two"))

@@ -262,7 +262,7 @@ def test_news_is_whatever_comes() -> None:
 # ---- pushing ----
 
 
-def test_a_push_goes_to_every_block_under_one_number_with_its_own_piece() -> None:
+def test_a_push_goes_to_every_block_under_one_number_with_its_own_slice() -> None:
     s = Setting()
     s.client.pulls.versions[:] = [5, 6]
     s.push(1, 2, 3, number=4)

@@ -392,7 +392,7 @@ def test_it_is_lock_step_with_bound_0_and_two_workers() -> None:
         assert set(others) <= read.batches
 
 
-def test_wrong_settings_are_told_at_once() -> None:
+def test_wrong_settings_are_reported_at_once() -> None:
     with pytest.raises(ValueError, match="bound=-1: choose 0 .lock-step. or more"):
         StaleSync(bound=-1)
     with pytest.raises(ValueError, match="n_push=65"):

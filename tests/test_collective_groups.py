@@ -442,7 +442,7 @@ def test_survivors_agree_on_each_round_whenever_ranks_are_killed(transport: str,
         assert sizes == sorted(sizes, reverse=True)
 
 
-def test_a_stopped_rank_that_is_excluded_is_told_when_it_goes_on(tmp_path: Path) -> None:
+def test_a_stopped_rank_that_is_excluded_learns_of_it_when_it_goes_on(tmp_path: Path) -> None:
     with ranks(tmp_path, 3, "shared memory") as started:
         started.start(sums_of(tmp_path, FOREVER), "continue")
         await_round(tmp_path, 1, 5)

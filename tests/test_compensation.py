@@ -187,7 +187,7 @@ def test_every_gradient_finds_the_copy_it_was_computed_with(
     assert cluster.coordinator.state.outcome == "finished" and missing == []
 
 
-def test_wrong_settings_are_told_at_once() -> None:
+def test_wrong_settings_are_reported_at_once() -> None:
     with pytest.raises(ValueError, match="compensation=-1.0: choose 0"):
         Downpour(compensation=-1.0)
     with pytest.raises(ValueError, match="leave n_push and n_fetch at 1"):

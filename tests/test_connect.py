@@ -161,7 +161,7 @@ def test_a_peer_that_has_ended_is_not_waited_for(listening: Listening) -> None:
         dial(listening.address)
 
 
-def test_a_peer_that_never_answers_is_given_up_and_the_time_is_told(listening: Listening) -> None:
+def test_a_peer_that_never_answers_is_given_up_and_the_time_is_reported(listening: Listening) -> None:
     with pytest.raises(HandshakeFailed, match=r"did not answer within 0\.01 s"):
         connect(listening.address, True, KEYS, RUN_ID, WORKER, timeout_s=0.01)
 
@@ -182,7 +182,7 @@ def test_a_connection_of_another_user_is_closed_before_it_is_read(
     assert f"another user of this machine (user ID {me})" in caplog.text
 
 
-def test_a_socket_of_another_user_is_not_told_anything(listening: Listening, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_socket_of_another_user_learns_nothing(listening: Listening, monkeypatch: pytest.MonkeyPatch) -> None:
     me = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: me + 1)
     with pytest.raises(HandshakeFailed, match=f"belongs to user {me}, and this process to {me + 1}"):

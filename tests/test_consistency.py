@@ -32,7 +32,7 @@ def test_the_fast_one_runs_ahead_as_far_as_the_bound_goes(bound: int, steps_of_t
     assert cluster.workers[0].stats.steps == steps_of_the_fast_one
 
 
-def test_it_is_told_for_whom_and_how_long_everyone_waited() -> None:
+def test_it_is_reported_for_whom_and_how_long_everyone_waited() -> None:
     cluster = cluster_of(StaleSync(bound=0, lr=0.25, optimizer="sgd"), 2, ONE_IS_SLOW, task=TASK)
     cluster.start()
     cluster.run(until_s=16.5)
@@ -102,7 +102,7 @@ def test_a_wait_is_put_down_to_whom_the_server_named() -> None:
     assert stats.heartbeat().waited_s == 7.0 and stats.heartbeat().waited_for == {3: 2.0}
 
 
-def test_the_most_broken_bound_of_all_servers_is_told() -> None:
+def test_the_most_broken_bound_of_all_servers_is_reported() -> None:
     reports = [
         Report(0, (), 0, 0, limit=StalenessLimit(2, "clocks", 2, 0), missed=(Missed(1, 4, 6, 3),)),
         Report(0, (), 0, 0, limit=StalenessLimit(2, "clocks", 5, 7), missed=(Missed(0, 2, 1, 1),)),

@@ -268,7 +268,7 @@ def test_when_the_worker_with_the_first_values_dies_another_gives_them(died_in: 
         ({"rounds": True}, "the strategy is"),
     ],
 )
-def test_a_worker_with_another_plan_is_told_what_differs(changes: dict[str, Any], differs: str) -> None:
+def test_a_worker_with_another_plan_is_refused_with_what_differs(changes: dict[str, Any], differs: str) -> None:
     run = running()
     (bye,) = run.joins(2, **changes)
     assert isinstance(bye, Shutdown) and f"worker 2 does not fit this run: {differs}" in bye.reason
@@ -722,7 +722,7 @@ def test_a_join_of_a_server_that_arrives_twice_changes_nothing() -> None:
 # ---- servers that fall silent ----
 
 
-def test_a_server_that_falls_silent_is_asked_and_told_of_once_and_again_when_it_is_heard_of() -> None:
+def test_a_server_that_falls_silent_is_asked_and_reported_once_and_again_when_it_answers() -> None:
     run = running(num_samples=64)
     for _ in range(8):
         run.ticks()

@@ -49,7 +49,7 @@ def test_portions_are_numbered_through_all_epochs() -> None:
     assert plan.full(2) == 0b11 and plan.full(3) == 0b1
 
 
-def test_the_place_in_the_schedule_is_the_part_of_the_run_before_the_batch() -> None:
+def test_the_position_in_the_schedule_is_the_fraction_of_the_run_before_the_batch() -> None:
     plan = make_plan(num_batches=4, portion_batches=2, epochs=2)
 
     assert plan.progress(0, 0) == 0
@@ -204,7 +204,7 @@ def test_a_name_is_exactly_its_batches(batches: set[int]) -> None:
         (named(0, 0, 2) + named(0, 1, 3), "batches of portion 0 are named twice"),
     ],
 )
-def test_a_name_outside_the_plan_is_told_why(name: tuple[BatchRange, ...], why: str) -> None:
+def test_a_name_outside_the_plan_is_refused_with_a_reason(name: tuple[BatchRange, ...], why: str) -> None:
     assert validate_push_id(make_plan(num_batches=8, portion_batches=4), name) == why
 
 
@@ -230,7 +230,7 @@ def test_marks_remember_which_and_not_how_far() -> None:
     assert accepted_set.count == 1 and accepted_set.of(0) == 0b0010
 
 
-def test_a_complete_portion_is_told_once_and_becomes_part_of_an_interval() -> None:
+def test_a_complete_portion_is_reported_once_and_becomes_part_of_an_interval() -> None:
     accepted_set = AcceptedSet(make_plan(num_batches=8, portion_batches=4))
 
     assert accepted_set.add(named(1, 0, 4)) == [1]

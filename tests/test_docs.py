@@ -274,7 +274,7 @@ THEIR_SETTINGS = {
 }
 
 
-def test_a_strategy_without_advice_is_told_what_is_missing(tmp_path: Path) -> None:
+def test_a_strategy_without_advice_is_refused_with_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "silent.py").write_text('"""Says nothing."""\n')
     with pytest.raises(ValueError, match=r"silent.py: its docstring should have a paragraph 'Use when"):
         strategy_table().table(tmp_path)

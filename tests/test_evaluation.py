@@ -63,7 +63,7 @@ def test_the_last_work_items_are_not_given_ahead_to_those_who_are_at_work() -> N
     assert hand_out.give(1, 2, now=1.0, idle=True) == (2,)  # it has computed the first; that it came is not known yet
 
 
-def test_who_has_a_copy_is_told_when_it_is_not_needed_any_more() -> None:
+def test_a_worker_with_a_copy_learns_when_it_is_not_needed_any_more() -> None:
     pace = WorkerPace()
     pace.times_s.append(1.0)
     hand_out = WorkQueue([0], pace)

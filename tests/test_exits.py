@@ -177,7 +177,9 @@ def test_without_any_worker_the_run_ends_and_says_so(launcher: RunLauncher, tmp_
         assert run.result().reason.startswith("no worker is left: worker ")
 
 
-def test_a_worker_killed_before_it_has_joined_is_told_and_not_waited_for(launcher: RunLauncher, tmp_path: Path) -> None:
+def test_a_worker_killed_before_it_has_joined_is_reported_and_not_waited_for(
+    launcher: RunLauncher, tmp_path: Path
+) -> None:
     with launcher.run(tmp_path, slow_build=True) as run:
         run.gate.let_build(1)
         run.first(events.PhaseChanged, phase="running")
@@ -251,7 +253,7 @@ def test_a_crash_at_the_very_first_step_is_step_1(launcher: RunLauncher, tmp_pat
         ("no_such_task", {}, "no task named 'no_such_task'"),
     ],
 )
-def test_a_task_that_cannot_be_had_is_told_once(
+def test_a_task_that_cannot_be_had_is_reported_once(
     launcher: RunLauncher, tmp_path: Path, task: str, settings: dict[str, Any], complaint: str
 ) -> None:
     with launcher.run(tmp_path, task=task, gated=False, **settings) as run:

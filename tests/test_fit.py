@@ -81,7 +81,7 @@ def test_with_names_for_all_nothing_is_handed_over() -> None:
     assert _carried([]) == {"task": None, "strategy": None}
 
 
-def test_what_cannot_be_handed_over_is_told() -> None:
+def test_what_cannot_be_handed_over_is_reported() -> None:
     task = ModuleTask(torch.nn.Flatten, torch.utils.data.TensorDataset(torch.ones(3)), threading.Lock().acquire)
     with pytest.raises(ValueError, match=r"task cannot be handed .*inside model\(\) or data\(\)"):
         rainband.fit(task, "downpour", workers=1, servers=1)
@@ -168,7 +168,7 @@ def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], sa
         ("liner", "downpour", r"no task named 'liner' \(did you mean linear\?\)"),
     ],
 )
-def test_names_that_are_mistyped_are_told(task: str, strategy: str, says: str) -> None:
+def test_names_that_are_mistyped_are_reported(task: str, strategy: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         rainband.fit(task, strategy)
 

@@ -230,7 +230,7 @@ pieces = st.lists(st.one_of(st.integers(1, 80), st.integers(1, 40_000)), max_siz
 @given(frame_lists, pieces, st.booleans())
 @example([(100, 0, 0)] * 3, [1] * 396, False)
 @example([(10, 10, 1), (10, 20_001, 2), (20_001, 10, 3), (0, 0, 4)], [100], True)
-def test_a_stream_cut_into_any_pieces_gives_the_same_frames(
+def test_a_stream_cut_at_any_bytes_gives_the_same_frames(
     shapes: list[tuple[int, int, int]], piece_bytes: list[int], own_memory: bool
 ) -> None:
     sent = [

@@ -135,7 +135,7 @@ def simulated(folder: Path, strategy: str, **settings: object) -> tuple[sim.Simu
     return result, [event for event in seen if isinstance(event, events.GuardActed)]
 
 
-def test_a_run_that_would_diverge_is_told_and_saved(tmp_path: Path) -> None:
+def test_a_run_that_would_diverge_is_reported_and_saved(tmp_path: Path) -> None:
     """Four asynchronous workers at a rate that one process bears and they do not."""
     ends = {}
     for guard in (False, True):
@@ -159,6 +159,6 @@ def test_an_adaptive_bound_begins_tight_and_loosens(tmp_path: Path) -> None:
     assert [event.bound for event in told] == [1, 2, 3] and all(event.lr_factor == 1 for event in told)
 
 
-def test_wrong_settings_are_told_at_once() -> None:
+def test_wrong_settings_are_reported_at_once() -> None:
     with pytest.raises(ValueError, match="min_bound=3 max_bound=2: choose 0 <= min_bound <= max_bound"):
         AdaptiveBound(min_bound=3, max_bound=2)

@@ -198,7 +198,7 @@ def test_a_run_is_found_by_its_directory_wherever_it_is(tmp_path: Path) -> None:
     assert find_run(tmp_path / "runs", str(directory)) == directory
 
 
-def test_a_beginning_that_two_runs_share_is_told_with_their_names(tmp_path: Path) -> None:
+def test_a_beginning_that_two_runs_share_is_reported_with_their_names(tmp_path: Path) -> None:
     for name in ("ab1", "ab2"):
         write_run(tmp_path / name, [started()])
     with pytest.raises(ValueError, match=r"ab is the beginning of 2 runs \(ab2, ab1\): type more of it."):
@@ -228,7 +228,7 @@ def test_what_is_written_reproduces_the_configuration(tmp_path: Path) -> None:
     ("content", "complaint"),
     [("{", "is not the configuration of a run"), ('{"task": 3}', "is not the configuration of a run")],
 )
-def test_a_file_that_is_no_configuration_is_told(tmp_path: Path, content: str, complaint: str) -> None:
+def test_a_file_that_is_no_configuration_is_reported(tmp_path: Path, content: str, complaint: str) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ValueError, match=complaint):
         read_config(tmp_path)

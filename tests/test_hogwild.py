@@ -165,7 +165,7 @@ def test_before_the_size_is_known_there_is_nothing_to_say() -> None:
     assert HogwildServer(bytearray).receive(ReportRequest()) == []
 
 
-def test_a_portion_taken_back_is_fenced_and_its_marks_are_told() -> None:
+def test_a_portion_taken_back_is_fenced_and_its_marks_are_reported() -> None:
     hogwild_server, memory = kept()
     write(memory, 0, Batch(2, 1, 1))
     memory.skip(Batch(2, 3, 1))

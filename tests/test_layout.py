@@ -70,7 +70,7 @@ def test_each_dtype_on_each_device_has_a_vector_of_its_own() -> None:
     ]
 
 
-def test_an_empty_parameter_has_a_place_but_no_segment() -> None:
+def test_an_empty_parameter_has_an_offset_but_no_segment() -> None:
     layout = arrange([LayoutEntry("a", (2,)), LayoutEntry("empty", (0, 7)), LayoutEntry("b", (2,))])
 
     assert [p.start for p in layout.parameters] == [0, 16, 16]
@@ -82,7 +82,7 @@ def test_a_model_without_elements_has_no_blocks() -> None:
     assert deal((), 3) == ((), (), ())
 
 
-def test_blocks_hold_pieces_of_parameters_and_leave_the_gaps_out() -> None:
+def test_blocks_hold_segments_of_parameters_and_leave_the_gaps_out() -> None:
     layout = arrange([LayoutEntry("a", (20,)), LayoutEntry("b", (30,), group=1)], groups=[{"lr": 0.1}, {"lr": 0.2}])
     first, second = cut(layout, block_bytes=48 * 4)  # 64 elements in blocks of 48 at most: two of 32
 

@@ -87,7 +87,7 @@ def test_each_end_has_a_number(cause: EndCause | None, status: int) -> None:
         ({"run": {"epochs": 3}}, "set iterations=3 instead of epochs"),
     ],
 )
-def test_mistakes_are_told_before_anything_starts(arguments: dict[str, Any], says: str) -> None:
+def test_mistakes_are_reported_before_anything_starts(arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         rainband.minimize(TASK, **arguments)
 
@@ -168,7 +168,7 @@ def test_epochs_are_for_strategies_that_count_them() -> None:
         ),
     ],
 )
-def test_what_has_no_meaning_for_it_is_told_on_the_command_line(options: list[str], says: str) -> None:
+def test_what_has_no_meaning_for_it_is_reported_on_the_command_line(options: list[str], says: str) -> None:
     result = CliRunner().invoke(build_app(), ["train", "digits", "sandblaster", *options])
     assert result.exit_code == 2 and says in " ".join(result.output.split())
 

@@ -349,7 +349,7 @@ CAUGHT_BY_AN_EXACT_TEST: list[tuple[Mutation, Callable[[], None]]] = [
     (each_server_forgets_the_dead, test_rules.test_what_a_forgotten_worker_gave_stays),
     (sum_for_mean, test_rules.test_1_2_and_6_give_3),
     (mean_of_means, test_rules.test_a_work_item_of_three_samples_weighs_three_times_one_of_one),
-    (block_off_by_one, test_client.test_a_push_goes_to_every_block_under_one_number_with_its_own_piece),
+    (block_off_by_one, test_client.test_a_push_goes_to_every_block_under_one_number_with_its_own_slice),
     (inexact_round_reads, test_server.test_version_r_is_kept_beside_r_plus_1_and_then_late),
     (version_r_dropped_early, test_server.test_version_r_is_kept_beside_r_plus_1_and_then_late),
     (

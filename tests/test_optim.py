@@ -655,7 +655,7 @@ def test_servers_can_run_element_wise_optimizers(name: str, numbers: dict[str, A
     assert blockwise_obstacle(getattr(torch.optim, BUILT_IN[name]), numbers) is None
 
 
-def test_servers_can_run_a_home_made_element_wise_optimizer() -> None:
+def test_servers_can_run_a_custom_element_wise_optimizer() -> None:
     assert blockwise_obstacle(Lion) is None
     assert blockwise_obstacle(OptimizerSpec(f"{__name__}:Lion", {"lr": 0.5}), {"beta": 0.5}) is None
 

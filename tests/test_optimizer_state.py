@@ -76,7 +76,7 @@ def test_a_group_is_walked_through_as_often_for_many_tensors_as_for_few() -> Non
     assert walks(4) == walks(400) <= 4
 
 
-def test_each_block_is_told_of_its_own_parameters_only() -> None:
+def test_each_block_gets_its_own_parameters_only() -> None:
     module, optimizer = trained(40)
     state = state_of([optimizer], list(module.parameters()))
     flat, port = Flat(module), Sent()

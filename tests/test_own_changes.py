@@ -78,7 +78,7 @@ def test_in_one_process_a_change_is_kept() -> None:
     same_as_plain(script, pushes=0, strategy=Single())
 
 
-def test_a_change_at_the_end_is_told_and_keeps_the_trained_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_change_at_the_end_is_reported_and_keeps_the_trained_model(capsys: pytest.CaptureFixture[str]) -> None:
     model, plain = net(), net()
     optimizer, ours = SGD(model.parameters(), lr=0.1), SGD(plain.parameters(), lr=0.1)
     with joined(model, optimizer, OneProcess()) as run:

@@ -352,7 +352,7 @@ def test_without_a_word_about_it_memory_is_shared_on_one_machine() -> None:
 
 
 @both_ways
-def test_who_waits_for_a_worker_that_is_gone_is_told_its_name(transport: str) -> None:
+def test_a_wait_for_a_worker_that_is_lost_ends_with_its_name(transport: str) -> None:
     lost: list[int] = []
     with linked(2, transport, lost) as (first, second):
         first.send(1, ("said",), "before")
@@ -369,7 +369,7 @@ def test_who_waits_for_a_worker_that_is_gone_is_told_its_name(transport: str) ->
             second.send(0, ("x",), 1)
 
 
-def test_a_worker_to_which_there_was_never_a_link_is_told() -> None:
+def test_a_worker_to_which_there_was_never_a_link_is_reported() -> None:
     with linked(2, "shm") as (first, _):
         with pytest.raises(PeerLost, match="lost worker 5 while sending to it .there was never a link"):
             first.send(5, ("x",), 1)
@@ -378,7 +378,9 @@ def test_a_worker_to_which_there_was_never_a_link_is_told() -> None:
 
 
 @both_ways
-def test_who_waits_for_room_is_told_when_the_other_is_gone(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_for_room_ends_with_an_error_when_the_other_is_lost(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(peers_shared, "MAX_SEGMENTS", 1)
     monkeypatch.setattr(peers_tcp, "ROOM_BYTES", 1 << 16)
     with linked(2, transport) as (first, second):

@@ -86,7 +86,7 @@ def test_modes_and_random_numbers_are_as_they_were() -> None:
     assert [part.training for part in measuring_.module.modules()] == [True, True, False]
 
 
-def test_an_error_in_measuring_is_told_once_and_the_training_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_in_measuring_is_reported_once_and_the_training_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     measuring_, task, watch, stats = measuring()
     task.fails = True
     for second in (10.0, 20.0, 30.0):

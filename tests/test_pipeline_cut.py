@@ -75,7 +75,7 @@ def test_inputs_of_a_shape_that_export_did_not_see_are_refused() -> None:
         graph.bind((floats(4, 6),))
 
 
-def test_missing_and_superfluous_inputs_are_told() -> None:
+def test_missing_and_superfluous_inputs_are_reported() -> None:
     model, args = examples()["several"]
     graph = cut(model, args)
     assert graph.bind(args)["scale"] == 2.0

@@ -152,7 +152,7 @@ def test_a_team_is_evaluated_without_dropout_and_leaves_statistics_alone(name: s
     assert not torch.allclose(noisy, answer)
 
 
-def test_units_whose_parameters_are_apart_are_told() -> None:
+def test_units_whose_parameters_are_apart_are_refused() -> None:
     class Crossed(nn.Module):
         """In evaluation the first layer's weight is used after the second's."""
 

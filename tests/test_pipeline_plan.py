@@ -110,7 +110,7 @@ def test_a_model_without_values_has_the_bytes_of_one_with_them() -> None:
     assert not_there.units[0].forward_s == 2 * 8 * 4 / 1e10  # the number of multiplications
 
 
-def test_the_parts_of_a_tuple_are_told_apart() -> None:
+def test_the_parts_of_a_tuple_are_distinguished() -> None:
     graph = cut(Recurrent(), (words(3, 5),))
     profile = measure(graph, (words(3, 5),), repeats=1)
     sizes = {value.name: value.forward_bytes for value in profile.values if value.maker == "first"}
@@ -151,7 +151,7 @@ def test_a_good_plan_passes() -> None:
         (msgspec.structs.replace(GOOD, kind="partition"), "stage 0 is on 2 machines: only a pipeline has replicas"),
     ],
 )
-def test_a_wrong_plan_is_told_what_to_change(plan: Placement, message: str) -> None:
+def test_a_wrong_plan_is_refused_with_what_to_change(plan: Placement, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check(plan, PROFILE)
 
@@ -190,7 +190,7 @@ def test_a_saved_plan_is_the_same_when_loaded(tmp_path: Path, name: str) -> None
     assert load(tmp_path / name) == GOOD
 
 
-def test_a_file_that_is_no_plan_is_told(tmp_path: Path) -> None:
+def test_a_file_that_is_no_plan_is_reported(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text('{"model": "x"}')
     with pytest.raises(ValueError, match=r"plan.json is not a placement: Object missing required field `kind`"):
         load(tmp_path / "plan.json")
@@ -221,7 +221,7 @@ def test_a_plan_is_shown_with_what_crosses() -> None:
     assert profile_lines(many)[-1] == "and 10 units that take 45000.000 ms together"
 
 
-def test_one_stage_on_all_machines_is_told_to_be_data_parallelism() -> None:
+def test_one_stage_on_all_machines_is_reported_as_data_parallelism() -> None:
     stage = PlacedStage((0, 1), ("a", "b", "c"))
     plan = make_plan(lambda *_: pipeline(stage, machines=2), PROFILE, Resources(num_machines=2))
     text = "\n".join(plan_lines(plan, PROFILE, Resources(num_machines=2)))
@@ -296,7 +296,7 @@ def pipeline_of(profile: Profile, where: dict[str, int]) -> Placement:
     return Placement(model="digits", kind="pipeline", partitioner="me", num_machines=3, stages=tuple(stages))
 
 
-def test_too_small_a_batch_is_told() -> None:
+def test_too_small_a_batch_is_reported() -> None:
     data = TensorData(torch.ones(1, 8))
     with pytest.raises(ValueError, match="an example of at least two samples"):
         cut_task(Shaped(), Skips(), data, batch_size=4)
@@ -352,7 +352,7 @@ def test_the_command_plans_saves_draws_and_plays(tmp_path: Path) -> None:
         (["--out", "plan.yaml"], "ends in .json or .toml"),
     ],
 )
-def test_what_is_wrong_is_told_in_one_line(
+def test_what_is_wrong_is_reported_in_one_line(
     options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

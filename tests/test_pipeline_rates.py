@@ -61,7 +61,7 @@ def test_only_schedules_that_never_flush_have_late_gradients() -> None:
     assert {name for name in late if not late[name]} == set(FLUSHES)
 
 
-def test_what_cannot_be_played_is_told_and_the_others_are_compared() -> None:
+def test_what_cannot_be_played_is_reported_and_the_others_are_compared() -> None:
     found = every_schedule(chain(3), Resources(num_machines=3, network=DEAR), microbatches=2)
     lines = compared_lines(found, chain(3))
     assert isinstance(found["interleaved"], ValueError) and isinstance(found["pipedream_2bw"], ValueError)
@@ -86,7 +86,7 @@ def test_replicas_wait_while_they_exchange_gradients() -> None:
         assert played("pipedream", plan, profile, resources, microbatches=4).batch_s == pytest.approx(seconds)
 
 
-def test_a_rate_is_told_in_samples() -> None:
+def test_a_rate_is_reported_in_samples() -> None:
     play = played(
         "gpipe",
         make_plan(one_machine_per_stage, chain(2), Resources(num_machines=2, network=DEAR)),
@@ -147,7 +147,7 @@ def test_stages_that_are_not_dealt_in_turn_are_refused(homes: tuple[int, ...]) -
         ),
     ],
 )
-def test_a_schedule_that_does_not_suit_the_plan_is_told(name: str, planned_for: str, message: str) -> None:
+def test_a_schedule_that_does_not_suit_the_plan_is_reported(name: str, planned_for: str, message: str) -> None:
     plan = make_plan(partitioner_for(planned_for), chain(4), RESOURCES)
     with pytest.raises(ValueError, match=message):
         played(name, plan, chain(4), RESOURCES, microbatches=4)
@@ -175,7 +175,7 @@ def graphs(draw: st.DrawFn) -> Profile:
 
 
 @given(graphs())
-def test_every_unit_has_a_place_of_its_own_below_what_it_reads(profile: Profile) -> None:
+def test_every_unit_has_a_position_of_its_own_below_what_it_reads(profile: Profile) -> None:
     where = spots(profile)
     assert sorted(where) == sorted(profile.names) and len(set(where.values())) == len(where)
     assert all(where[r].row > where[v.maker].row for v in profile.values for r in v.readers)
@@ -276,6 +276,6 @@ def test_a_model_of_ones_own_is_planned(tmp_path: Path, monkeypatch: pytest.Monk
         ),
     ],
 )
-def test_a_mistake_is_told_with_what_to_type(words: list[str], message: str) -> None:
+def test_a_mistake_is_reported_with_what_to_type(words: list[str], message: str) -> None:
     code, text = rainband_plan("digits", *words)
     assert code == 2 and message in text and "Traceback" not in text

@@ -194,7 +194,7 @@ def test_without_stash_an_overwritten_version_cannot_be_used() -> None:
         (lambda: pipedream([0, 1], 4), "a stage requires at least one machine"),
     ],
 )
-def test_impossible_schedules_are_told(call: object, message: str) -> None:
+def test_impossible_schedules_are_reported(call: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()  # type: ignore[operator]
 

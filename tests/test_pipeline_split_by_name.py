@@ -157,12 +157,12 @@ def test_pieces_are_dealt_in_turn_where_machines_are_few() -> None:
     x = torch.randn(3, 4)
     plan = split_layers(measure(cut(model, (x,)), (x,), repeats=1), Resources(num_machines=2))
     where = plan.placement()
-    assert [where[f"_0_pieces_of_{n}"] for n in range(4)] == [0, 1, 0, 1]
+    assert [where[f"_0_layer_shards_{n}"] for n in range(4)] == [0, 1, 0, 1]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_pieces_made_anew_have_first_values_as_large_as_the_whole_layers(case: str) -> None:
-    """nn.Linear and nn.Conv2d draw from -b to b, where b is 1 / sqrt(inputs): so does each of their pieces."""
+    """nn.Linear and nn.Conv2d draw from -b to b, where b is 1 / sqrt(inputs): so does each of their shards."""
     make, hows, _ = CASES[case]
     model = make()  # type: ignore[operator]
     split(model, hows, (inputs(model).float(),))
@@ -195,7 +195,7 @@ def test_a_split_is_read_as_it_is_typed(words: str, found: tuple[str, How]) -> N
 
 
 @pytest.mark.parametrize("words", ["fc1", "fc1=", "=2", "fc1=half", "fc1=diagonal:2"])
-def test_what_says_no_split_is_told(words: str) -> None:
+def test_what_says_no_split_is_reported(words: str) -> None:
     with pytest.raises(ValueError, match=r"is not a split: type fc1=2 or fc1=columns:2"):
         read_split(words)
 
@@ -212,7 +212,7 @@ def test_what_says_no_split_is_told(words: str) -> None:
         ({"mlp.0:9x": Columns(2)}, "A part of an nn.Sequential is named 0:3"),
     ],
 )
-def test_a_split_that_cannot_be_made_is_told_and_changes_nothing(hows: dict[str, How], message: str) -> None:
+def test_a_split_that_cannot_be_made_is_reported_and_changes_nothing(hows: dict[str, How], message: str) -> None:
     model = Net()
     names = list(model.state_dict())
     with pytest.raises(ValueError, match=message):
@@ -236,7 +236,7 @@ def test_the_command_plans_pieces_on_different_machines(tmp_path: Path) -> None:
     where = load(file).placement()
     assert (
         [where[f"_0_tile{n}_layer2"] for n in range(4)]
-        == [where[f"_6_pieces_of_{n}"] for n in range(4)]
+        == [where[f"_6_layer_shards_{n}"] for n in range(4)]
         == [0, 1, 2, 3]
     )
 
@@ -247,9 +247,9 @@ def test_the_command_plans_pieces_on_different_machines(tmp_path: Path) -> None:
         (["--split", "nothing=2"], "no layer 'nothing' to split: it has 6 (Linear), 8 (Linear)"),
         (["--split", "6"], "'6' is not a split"),
         (["--split", "0:7=2x2"], "Flatten(start_dim=1, end_dim=-1) cannot be cut into tiles"),
-        (["--partitioner", "split_layers"], "has no pieces to place: split a layer (--split fc1=2)"),
+        (["--partitioner", "split_layers"], "has no shards to place: split a layer (--split fc1=2)"),
     ],
 )
-def test_a_mistake_is_told_with_what_to_type(words: list[str], message: str) -> None:
+def test_a_mistake_is_reported_with_what_to_type(words: list[str], message: str) -> None:
     code, text = rainband_plan("digits", *words)
     assert code == 2 and message in text and "Traceback" not in text

@@ -1,4 +1,4 @@
-"""Layers in pieces: the same numbers as the whole layer, forward and backward, whole and on several machines."""
+"""Layers in shards: the same numbers as the whole layer, forward and backward, whole and on several machines."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_locally_connected_layer_is_its_equation_forward_and_backward(shape: d
     assert all(torch.equal(a, b) for a, b in zip(found, [y.grad, *(p.grad for p in layer.parameters())], strict=True))
 
 
-def test_a_place_has_weights_of_its_own() -> None:
+def test_an_output_pixel_has_weights_of_its_own() -> None:
     """Two places, one weight each: 1 and 10."""
     layer = LocallyConnected2d(1, 1, 1, (1, 2), bias=False)
     with torch.no_grad():
@@ -89,7 +89,7 @@ def test_the_gradient_of_images_is_not_computed_when_nobody_wants_it() -> None:
     assert layer.weight.grad is not None
 
 
-def test_wrong_images_and_kernels_are_told() -> None:
+def test_wrong_images_and_kernels_are_reported() -> None:
     with pytest.raises(ValueError, match=r"a kernel of \(5, 5\) does not fit into an image of \(4, 4\)"):
         LocallyConnected2d(1, 1, 5, 4)
     with pytest.raises(ValueError, match=r"made for images of shape \(1, 4, 4\), and got a batch of \(2, 1, 5, 4\)"):
@@ -108,14 +108,14 @@ def test_a_split_linear_layer_gives_the_same_forward_and_backward(
     linear = whole_numbers(nn.Linear(7, 6, bias))
     assert isinstance(linear, nn.Linear)
     x = images(4, 7)
-    pieces = split(linear, ways)
-    assert torch.equal(pieces(x), linear(x))
+    shards = split(linear, ways)
+    assert torch.equal(shards(x), linear(x))
     expected = gradients(linear, x)
-    gradients(pieces, x)
+    gradients(shards, x)
     with torch.no_grad():
-        for p in pieces.parameters():
+        for p in shards.parameters():
             p.copy_(p.grad if p.grad is not None else p)  # then the whole layer made of them is the gradient
-    assert all(torch.equal(p, expected[name]) for name, p in pieces.as_linear().named_parameters())
+    assert all(torch.equal(p, expected[name]) for name, p in shards.as_linear().named_parameters())
 
 
 def test_a_pair_gives_the_same_and_sends_only_its_input_and_its_parts_of_the_sum() -> None:
@@ -125,7 +125,7 @@ def test_a_pair_gives_the_same_and_sends_only_its_input_and_its_parts_of_the_sum
     pair = nn.Sequential(nn.Identity(), AsPair(first, nn.ReLU(), second, ways=2))
     assert torch.equal(pair(x), second(first(x).relu()))
     graph = cut(pair, (x,))
-    there = [unit for unit in graph.units if "pieces_of_1" in unit or unit == "_1_between_1"]
+    there = [unit for unit in graph.units if "layer_shards_1" in unit or unit == "_1_between_1"]
     parts = Partitioned(graph, {unit: int(unit in there) for unit in graph.units})
     assert torch.equal(parts(x), second(first(x).relu()))
     assert [(m.destination, tuple(m.payload.shape)) for m in parts.messages] == [(1, (5, 4)), (0, (5, 3))]
@@ -137,13 +137,13 @@ def test_rows_send_each_machine_only_its_inputs() -> None:
     model = nn.Sequential(nn.Tanh(), ByRows(linear, 4)).double()
     x = images(3, 8)
     graph = cut(model, (x,))
-    pieces = [unit for unit in graph.units if "pieces_of" in unit]
-    parts = Partitioned(graph, {unit: pieces.index(unit) if unit in pieces else 0 for unit in graph.units})
+    shards = [unit for unit in graph.units if "layer_shards" in unit]
+    parts = Partitioned(graph, {unit: shards.index(unit) if unit in shards else 0 for unit in graph.units})
     torch.testing.assert_close(parts(x), linear(x.tanh()))
     assert [m.payload.numel() for m in parts.messages if m.source == 0] == [3 * 2] * 3
 
 
-def test_impossible_splits_are_told() -> None:
+def test_impossible_splits_are_reported() -> None:
     with pytest.raises(ValueError, match="cannot split 6 outputs 7 ways: choose from 1 to 6"):
         ByColumns(nn.Linear(4, 6), 7)
     with pytest.raises(ValueError, match="the first layer has 6 outputs and the second 5 inputs"):
@@ -176,8 +176,8 @@ def test_tiles_see_exactly_what_their_places_see(
         if inside:
             assert (seen.begin, seen.end) == (min(inside), max(inside) + 1) or seen.end - seen.begin >= len(set(inside))
         assert seen.zeros_before == max(0, -min(wanted)) and seen.zeros_after == max(0, max(wanted) + 1 - length)
-        pieces = overlaps(bounds(length, 3), seen.begin, seen.end)
-        assert sum(piece.end - piece.begin for piece in pieces) == seen.end - seen.begin
+        found = overlaps(bounds(length, 3), seen.begin, seen.end)
+        assert sum(one.end - one.begin for one in found) == seen.end - seen.begin
 
 
 # ---- tiles ----
@@ -255,7 +255,7 @@ def test_tiles_keep_nothing_in_common_but_a_convolutions_weights() -> None:
     assert torch.equal(net[2].weight, before)
 
 
-def test_what_cannot_be_tiled_is_told() -> None:
+def test_what_cannot_be_tiled_is_reported() -> None:
     with pytest.raises(ValueError, match=r"Flatten.* cannot be cut into tiles"):
         Tiled(nn.Sequential(nn.Flatten()), (4, 4), 2, 2)
     with pytest.raises(ValueError, match="cannot cut 4 rows or columns into 5 tiles"):

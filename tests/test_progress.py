@@ -189,7 +189,7 @@ def test_the_users_traceback_is_shown_with_rank_and_step() -> None:
     assert lines[1] == "Traceback (most recent call last):" and lines[-1] == "RuntimeError: bad"
 
 
-def test_a_mistake_that_rainband_noticed_is_told_without_a_traceback() -> None:
+def test_a_mistake_that_rainband_noticed_is_reported_without_a_traceback() -> None:
     file = Path(rainband.__file__).with_name("settings.py")
     error = events.UserError(
         at_s=1.0,

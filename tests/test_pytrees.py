@@ -145,7 +145,7 @@ Point = namedtuple("Point", "x y")
         (2**64, "64 bits"),
     ],
 )
-def test_what_cannot_be_sent_is_told_with_its_type(value: Any, why: str) -> None:
+def test_what_cannot_be_sent_is_reported_with_its_type(value: Any, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         outgoing([value])
 

@@ -277,7 +277,7 @@ def test_the_first_interrupt_ends_the_loop_and_the_second_the_script(strategy: l
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_script_that_never_joins_is_told_what_it_needs(tmp_path: Path) -> None:
+def test_a_script_that_never_joins_fails_with_what_it_needs(tmp_path: Path) -> None:
     (tmp_path / "idle.py").write_text("print('nothing to do')\n")
     told = Told(tmp_path, ["--workers", "1", "idle.py"])
     assert told.exit_code == 1
@@ -334,7 +334,7 @@ def test_what_follows_the_script_is_its_own(tmp_path: Path, monkeypatch: pytest.
         (["--seed", "-1", "SCRIPT"], "--seed -1: must be at least 0"),
     ],
 )
-def test_what_was_typed_wrong_is_told_before_anything_starts(tmp_path: Path, words: list[str], said: str) -> None:
+def test_what_was_typed_wrong_is_reported_before_anything_starts(tmp_path: Path, words: list[str], said: str) -> None:
     from typer.testing import CliRunner
 
     from rainband.cli.main import build_app

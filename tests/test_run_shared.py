@@ -98,7 +98,7 @@ def test_models_that_differ_between_workers_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_a_loop_that_uses_no_loader_of_the_run_is_told(tmp_path: Path) -> None:
+def test_a_loop_that_uses_no_loader_of_the_run_is_reported(tmp_path: Path) -> None:
     loader = "torch.utils.data.DataLoader(data, batch_size=options.batch)"
     script = STEPS.replace("run.batches(data, batch_size=options.batch)", loader)
     told = Told(tmp_path, ["--workers", "2", "train.py"], script)

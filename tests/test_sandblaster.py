@@ -200,7 +200,7 @@ def test_the_coordinator_may_be_lost_at_any_moment(ms: int) -> None:
     )
 
 
-def test_a_lead_that_asks_for_something_else_the_second_time_is_told_so() -> None:
+def test_a_lead_that_asks_for_something_else_the_second_time_is_reported() -> None:
     times = iter((1.0, 2.0))
 
     async def coordinate(coordinator: CoordinatorApi) -> None:
@@ -324,7 +324,7 @@ def test_a_lead_may_only_await_what_its_coordinator_gave() -> None:
     assert coordinator_node.over and "coordinate() may await only the last command it gave" in coordinator_node.error
 
 
-def test_a_lead_that_would_calculate_for_ever_ends_soon_after_it_was_told_to() -> None:
+def test_a_lead_that_would_calculate_for_ever_ends_soon_after_it_should() -> None:
     async def coordinate(coordinator: CoordinatorApi) -> None:
         while True:
             await coordinator.compute(norm(PARAMS))
@@ -462,7 +462,7 @@ def test_when_it_stops(iteration: int, before: float, now: SearchPoint, why: str
         ({"weight_decay": -1.0}, "at least 0"),
     ],
 )
-def test_wrong_settings_are_told_at_once(settings: dict[str, Any], says: str) -> None:
+def test_wrong_settings_are_reported_at_once(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         Sandblaster(**settings)
 

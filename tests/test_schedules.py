@@ -32,7 +32,7 @@ positions = st.floats(0, 1, exclude_max=True)
         (Schedule("linear", warmup_fraction=0.5), 0.75, 0.5),
     ],
 )
-def test_the_factor_at_a_place_is(schedule: Schedule, at: float, scale: float) -> None:
+def test_the_factor_at_a_fraction_of_the_run_is(schedule: Schedule, at: float, scale: float) -> None:
     assert schedule.scale(at) == pytest.approx(scale, abs=1e-12)
 
 
@@ -62,6 +62,6 @@ def test_a_warm_up_is_a_part_of_the_run(warmup: float) -> None:
         Schedule(warmup_fraction=warmup)
 
 
-def test_an_unknown_shape_is_told_which_there_are() -> None:
+def test_an_unknown_shape_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="no lr_schedule named 'cosin': choose constant, linear or cosine"):
         Schedule("cosin")  # type: ignore[arg-type]

@@ -317,7 +317,7 @@ FENCED: PushId = named(0, 0, lease=1)
         (PushResult.BAD, PushResult.OVERLAPS, replaced(GOOD, push_id=named(1, 0, 2)), full(1.0)[:5]),
     ],
 )
-def test_of_two_reasons_the_first_in_order_is_told(first: str, second: str, push: Push, payload: Tensor) -> None:
+def test_of_two_reasons_the_first_in_order_is_reported(first: str, second: str, push: Push, payload: Tensor) -> None:
     assert answer(a_server_in_the_middle().receive(WORKERS[0], push, payload)).result == first
 
 
@@ -598,7 +598,7 @@ def test_a_report_comes_by_itself_when_a_portion_is_complete_on_the_last_block()
     assert (told.first_open, told.full, told.accepted) == (1, (), 4)
 
 
-def test_of_very_many_portions_some_are_told_at_once_and_the_last_without_delay() -> None:
+def test_of_very_many_portions_some_are_reported_at_once_and_the_last_without_delay() -> None:
     """125 portions, 50 reports: of every second one, and of the last."""
     server = new_server(plan=make_plan(num_batches=125, portion_batches=1))
     told = [
@@ -608,7 +608,7 @@ def test_of_very_many_portions_some_are_told_at_once_and_the_last_without_delay(
     assert told[-1][0].first_open == 125
 
 
-def test_in_rounds_every_portion_is_told_at_once() -> None:
+def test_in_rounds_every_portion_is_reported_at_once() -> None:
     assert (
         new_server(plan=rounds_plan(num_batches=600, items_per_round=3, portion_batches=1)).progress.report_every == 1
     )

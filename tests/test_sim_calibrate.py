@@ -1,4 +1,4 @@
-"""From measured pieces to a model of this machine."""
+"""A model of this machine, from measurements."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_pieces_become_speeds() -> None:
     assert (model.nodes.worker_message_s, model.nodes.message_s) == pytest.approx((0.5e-5, 2e-5))
 
 
-def test_what_busy_cores_cost_is_told_by_those_that_were_busy() -> None:
+def test_the_cost_of_busy_cores_follows_from_steps_while_they_were_busy() -> None:
     """Three processes at once, on a machine with 16 cores: each of the other two costs a quarter."""
     model = assemble(ALONE, [TOGETHER] * 3, 3, 16, WAKEUP, MessageCost(0.0, 0.0, 0.012))
     assert model.nodes.crowding == pytest.approx(0.25) and model.nodes.cores == 16
@@ -168,7 +168,7 @@ def test_who_wakes_up_says_when_by_the_same_clock() -> None:
     assert began < woke < time.perf_counter()
 
 
-def test_a_measuring_process_that_ends_is_told_of_and_not_waited_for() -> None:
+def test_a_measuring_process_that_ends_is_reported_and_not_waited_for() -> None:
     ours, theirs = os.pipe()
     os.write(theirs, b"ab")
     os.close(theirs)

@@ -344,7 +344,7 @@ def test_the_bytes_to_and_from_the_servers_are_counted(tmp_path: Path) -> None:
     assert seen[-1].pulled_bytes == seen[-1].batches * model
 
 
-def test_an_error_of_the_users_code_ends_the_run_and_is_told_once(tmp_path: Path) -> None:
+def test_an_error_of_the_users_code_ends_the_run_and_is_reported_once(tmp_path: Path) -> None:
     seen: list[events.AnyEvent] = []
     config = config_of(tmp_path / "run", "downpour", 3, task=f"{__name__}:Broken")
     result = sim.run(config, seen.append)
@@ -580,7 +580,7 @@ def test_the_schedule_does_not_depend_on_the_values_of_gradients() -> None:
     assert len(digests) == 1
 
 
-def test_a_deadlock_is_told_without_a_traceback_and_written_down(tmp_path: Path) -> None:
+def test_a_deadlock_is_reported_without_a_traceback_and_written_down(tmp_path: Path) -> None:
     result = typed("linear", f"{__name__}:Stuck", "--runtime", "sim", "--runs", str(tmp_path))
     assert result.exit_code == 1 and "the run cannot go on" in result.output, result.output
     assert "worker 0 waits for the servers" in result.output and "Traceback" not in result.output

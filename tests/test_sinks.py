@@ -85,7 +85,7 @@ class Failing:
         self.tried += 1
 
 
-def test_a_sink_that_fails_is_told_of_once_and_left_out() -> None:
+def test_a_sink_that_fails_is_reported_once_and_left_out() -> None:
     sink, told = Failing(), list[str]()
     guarded = SafeSink(lambda: sink, told.append)
     for event in whole_run():
@@ -95,7 +95,7 @@ def test_a_sink_that_fails_is_told_of_once_and_left_out() -> None:
     assert told == ["Failing stopped writing (OSError: no space left); the run continues."]
 
 
-def test_a_sink_that_cannot_be_opened_is_told_of_once() -> None:
+def test_a_sink_that_cannot_be_opened_is_reported_once() -> None:
     told: list[str] = []
 
     def open_sink() -> Failing:

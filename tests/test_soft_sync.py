@@ -164,7 +164,7 @@ def test_in_a_run_with_a_kill_c_follows_and_an_event_says_so() -> None:
     assert accounting is not None and accounting.balanced and accounting.applied == 1200
 
 
-def test_wrong_settings_are_told_at_once() -> None:
+def test_wrong_settings_are_reported_at_once() -> None:
     with pytest.raises(ValueError, match="n=0: choose from 1"):
         SoftSync(n=0)
     with pytest.raises(ValueError, match="adagrad normalizes that away: use scaling=n"):

@@ -159,7 +159,7 @@ def test_the_end_of_another_is_no_reason_to_miss_what_the_first_has_still_to_say
         next(loop)
 
 
-def test_who_waits_in_vain_for_the_first_is_told_and_still_hears_what_it_says_later() -> None:
+def test_a_wait_in_vain_for_the_first_fails_and_its_later_messages_still_arrive() -> None:
     workers, loop, wanted = waiting_for_an_order()
     workers[0].links.say_end()
     assert wanted.may_never_complete(stopping=False)
@@ -229,7 +229,7 @@ def test_a_deferred_tied_weight_has_one_value_wherever_it_is_used() -> None:
     assert_same(WithTheirValues("tied"), gradients)
 
 
-def test_a_layer_that_cannot_make_its_own_values_is_told() -> None:
+def test_a_layer_that_cannot_make_its_own_values_is_reported() -> None:
     class Scale(nn.Module):
         def __init__(self) -> None:
             super().__init__()

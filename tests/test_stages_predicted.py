@@ -125,7 +125,7 @@ def test_the_end_of_a_run_says_both_stage_by_stage(tmp_path: Path) -> None:
     assert shown["pipeline"]["measured"]["stages"][1]["compute_s"] == pytest.approx(0.6)
 
 
-def test_where_a_worker_was_lost_only_the_prediction_is_told(tmp_path: Path) -> None:
+def test_where_a_worker_was_lost_only_the_prediction_is_reported(tmp_path: Path) -> None:
     so_far = simulated(tmp_path / "run", CHAIN, stage_plan_of(CHAIN, 2), "single", 1)
     assert len(predicted.lines(so_far)) == 4 and so_far.last is not None
     so_far.progress[-1] = msgspec.structs.replace(so_far.last, computed_s={0: so_far.last.computed_s[0]})
@@ -230,7 +230,7 @@ def test_processes_are_expected_to_take_what_a_microbatch_takes() -> None:
     assert by_tcp is not None and by_tcp.batch_s > found.batch_s
 
 
-def test_what_is_left_out_is_told() -> None:
+def test_what_is_left_out_is_reported() -> None:
     stage_plan = stage_plan_of(CHAIN, 2, microbatches=2)
     assert stage_plan.profile is not None
     local = predicted_of(config_of(stage_plan), Single())

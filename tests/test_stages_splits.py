@@ -1,4 +1,4 @@
-"""Layers in pieces on workers of their own: the same loss and gradients as in one process, exactly."""
+"""Shards of layers on workers of their own: the same loss and gradients as in one process, exactly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.test_stages import BATCH
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_layer_in_pieces_on_two_workers_has_the_gradient_of_one_process(name: str) -> None:
+def test_a_layer_in_shards_on_two_workers_has_the_gradient_of_one_process(name: str) -> None:
     task, plan, network = InPieces(name), plan_of(name), MemoryNetwork(2)
     workers = [worker_of(task, plan, place, network) for place in range(2)]
     gradients = run_together([worker.gradient(BATCH) for worker in workers])
@@ -32,7 +32,7 @@ def test_a_layer_in_pieces_on_two_workers_has_the_gradient_of_one_process(name: 
 
 
 @pytest.mark.parametrize("name, both", [("columns", 2), ("pair", 2), ("local", 2), ("convolutions", 0)])
-def test_each_worker_holds_only_its_own_pieces(name: str, both: int) -> None:
+def test_each_worker_holds_only_its_own_shards(name: str, both: int) -> None:
     """Columns, pairs and places are divided; a convolution's weights are shared by all tiles, so one holds them."""
     task, plan = InPieces(name), plan_of(name)
     held = [set(worker_of(task, plan, place, MemoryNetwork(2)).submodel.held()) for place in range(2)]
@@ -53,7 +53,7 @@ def test_of_a_pair_only_its_parts_of_the_sum_cross() -> None:
 @pytest.mark.parametrize(
     "name, transport", [("convolutions", "shm"), pytest.param("pair", "tcp", marks=pytest.mark.slow)]
 )
-def test_layers_in_pieces_train_in_processes_as_in_one(
+def test_layers_in_shards_train_in_processes_as_in_one(
     launcher: RunLauncher, tmp_path: Path, name: str, transport: str
 ) -> None:
     options = {"task": "tests.split_tasks:InPieces", "name": name, "optimizer": "sgd", "gated": False}

@@ -66,7 +66,7 @@ def test_a_step_that_takes_longer_by_itself_is_not_made_longer() -> None:
     assert time.slept == [0.0, 0.0] and time.now_s == 6.0
 
 
-def test_a_pace_can_be_typed_for_real_workers_and_what_is_wrong_with_it_is_told() -> None:
+def test_a_pace_can_be_typed_for_real_workers_and_what_is_wrong_with_it_is_reported() -> None:
     paced_config = configured(["digits", "downpour", "compute.step_s=0.02", "compute.slow_workers=3"], {})
     assert paced_config.sim.compute == {"step_s": "0.02", "slow_workers": "3"}
 

@@ -698,7 +698,7 @@ def test_an_infinite_gradient_is_skipped_without_servers_too() -> None:
 
 
 @pytest.mark.parametrize("replaced", [lambda model: model, lambda model: model[-1]], ids=["all", "one layer"])
-def test_a_model_whose_parameters_were_replaced_is_told_so(replaced: Callable[[nn.Module], nn.Module]) -> None:
+def test_a_model_whose_parameters_were_replaced_is_reported(replaced: Callable[[nn.Module], nn.Module]) -> None:
     """All of them are noticed at the next step, some of them at the fourth, which is a power of two."""
     model = net()
     optimizer = SGD(model.parameters(), lr=0.1)
@@ -836,7 +836,7 @@ def test_breaking_out_of_a_loader_that_fetches_ahead_loses_nothing() -> None:
 # ---- what only the user knows ---------------------------------------------------------------------------------------
 
 
-def test_progress_is_the_place_of_the_batch_in_the_whole_run() -> None:
+def test_progress_is_the_position_of_the_batch_in_the_whole_run() -> None:
     def script(join: Join) -> nn.Module:
         model = net()
         optimizer = SGD(model.parameters(), lr=0.1)
@@ -1101,7 +1101,7 @@ def test_skipping_without_servers_is_accounted_for() -> None:
 # ---- mistakes, told -----------------------------------------------------------------------------------------------
 
 
-def test_an_optimizer_that_servers_cannot_run_is_told_with_the_strategies_that_can() -> None:
+def test_an_optimizer_that_servers_cannot_run_is_reported_with_the_strategies_that_can() -> None:
     model = net()
     with pytest.raises(ValueError, match=r"Muon cannot run block by block on the servers.*--strategy .*single"):
         with pytest.warns(UserWarning, match="not shared"), joined(model, muon(model), OneProcess()):
@@ -1150,7 +1150,7 @@ def _turn_momentum_on(model: nn.Module, optimizer: Optimizer) -> None:
         (_turn_momentum_on, "set momentum before"),
     ],
 )
-def test_what_cannot_change_during_a_run_is_told_by_the_step(change: Any, advice: str) -> None:
+def test_what_cannot_change_during_a_run_is_reported_by_the_step(change: Any, advice: str) -> None:
     model = net()
     optimizer = SGD(model.parameters(), lr=0.1)
     with joined(model, optimizer, OneProcess()):

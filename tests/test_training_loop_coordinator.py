@@ -126,7 +126,7 @@ def test_servers_import_no_class_that_only_a_message_names() -> None:
     assert CommandExecutor(["mylab:Mine"]).say(A, joining("mylab:Mine")) == []
 
 
-def test_when_all_is_leased_who_asks_is_told() -> None:
+def test_when_all_is_leased_a_worker_that_asks_gets_an_answer() -> None:
     coordinated = CommandExecutor().drawing()
     answers = [coordinated.say(A, LeaseRequest()) for _ in range(9)]  # eight leases of four batches
     assert [kinds(outs) for outs in answers] == [[(A, Lease)]] * 8 + [[(A, NoWork)]]
@@ -153,7 +153,7 @@ def test_a_worker_that_leaves_does_not_get_back_a_lease_that_it_returns() -> Non
     assert outs == [CoordinatorOutput(B, Lease(last.portion, last.lease + 1, last.groups))]
 
 
-def test_the_run_ends_when_all_have_left_and_everyone_takes_the_result_home() -> None:
+def test_the_run_ends_when_all_have_left_and_everyone_gets_the_result() -> None:
     coordinated = CommandExecutor().drawing(Dataset("data", 32, 1, 0))
     coordinated.say(SERVER, report(accepted=20))
     assert kinds(coordinated.say(A, Ended(10))) == [(SERVER, Forget)]  # nobody waits for it any more
@@ -212,7 +212,7 @@ def test_if_the_one_who_saves_is_lost_another_does() -> None:
     assert (B, Conclude) in kinds(outs)
 
 
-def test_who_was_given_up_and_ends_all_the_same_takes_the_result_home_too() -> None:
+def test_who_was_given_up_and_ends_all_the_same_gets_the_result_too() -> None:
     coordinated = CommandExecutor().drawing()
     coordinated.coordinator.state.workers[1].active = False
     coordinated.say(A, Ended(1))

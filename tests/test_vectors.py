@@ -303,7 +303,7 @@ def test_who_asks_again_after_an_evaluation_hears_its_end_again() -> None:
     assert rig.command(1, work_items=1) == [Answer(1, 1, (), version=1), end]
 
 
-def test_the_end_of_an_evaluation_is_told_once_not_with_every_command_after_it() -> None:
+def test_the_end_of_an_evaluation_is_reported_once_not_with_every_command_after_it() -> None:
     rig = Rig()
     rig.command(1, work_items=1)
     rig.push(0, at_version=1)

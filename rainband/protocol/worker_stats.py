@@ -20,11 +20,11 @@ class Stats:
     loss_samples: int = 0
     pushed_bytes: int = 0
     pulled_bytes: int = 0
-    computed_s: float = 0.0  # seconds spent computing gradients, or pieces of them
+    computed_s: float = 0.0  # seconds spent computing gradients, or parts of them
     sent_bytes: int = 0  # of tensors, to the others who compute the same model
     torn_reads: int = 0
     metrics: dict[str, float] = field(default_factory=dict)  # the last that were measured
-    held_by: int | None = None  # the worker that is waited for now, as a server has told
+    held_by: int | None = None  # the worker that is waited for now, as a server has reported
     waited_for: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # worker -> seconds
     waited_s: float = 0.0  # seconds spent waiting, for whatever it was
     account: SampleAccount | None = None  # of workers that share each batch
@@ -38,7 +38,7 @@ class Stats:
             self.held_by = None
 
     def heartbeat(self) -> Heartbeat:
-        """The numbers so far; the loss is that of the time since the last beat."""
+        """Return the numbers so far; the loss is that of the time since the last heartbeat."""
         loss_sum, samples, self.loss_sum, self.loss_samples = self.loss_sum, self.loss_samples, 0.0, 0
         return Heartbeat(
             acked=self.acked,

@@ -178,8 +178,8 @@ def read_record(directory: Path) -> Record:
         raise ValueError(f"{directory.name} was not recorded, so it cannot be repeated: start it with --record.")
     every = [note for notes in (*workers.values(), *servers.values()) for note in notes]
     if refused := Counter(note.result for note in every if isinstance(note, RefusedPush)):
-        told = ", ".join(f"{times} {result}" for result, times in refused.items())
-        raise ValueError(f"{directory.name} cannot be repeated: pushes were refused in it ({told}).")
+        listed = ", ".join(f"{times} {result}" for result, times in refused.items())
+        raise ValueError(f"{directory.name} cannot be repeated: pushes were refused in it ({listed}).")
     began = next((note for note in every if isinstance(note, Began)), None)
     welcome = next((note.welcome for note in every if isinstance(note, Welcomed)), None)
     if began is None or welcome is None:

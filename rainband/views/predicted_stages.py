@@ -72,11 +72,11 @@ def as_facts(so_far: RunSoFar) -> dict[str, Any] | None:
     if so_far.predicted is None:
         return None
     seen = measured(so_far)
-    told: dict[str, Any] = msgspec.to_builtins(so_far.predicted)
+    fields: dict[str, Any] = msgspec.to_builtins(so_far.predicted)
     of_run = None
     if seen is not None:
         of_run = {**seen._asdict(), "stages": [stage._asdict() for stage in seen.stages]}
-    return {"predicted": {k: v for k, v in told.items() if k not in ("event", "at_s")}, "measured": of_run}
+    return {"predicted": {k: v for k, v in fields.items() if k not in ("event", "at_s")}, "measured": of_run}
 
 
 def _ms(seconds: float) -> str:

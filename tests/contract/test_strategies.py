@@ -123,7 +123,7 @@ def test_its_defaults_work_and_its_settings_survive_being_written_down(name: str
 
 
 @pytest.mark.parametrize("name", sorted(set(strategy_names()) - set(LED)))
-def test_a_wrong_optimizer_is_told_when_the_strategy_is_made(name: str) -> None:
+def test_a_wrong_optimizer_is_reported_when_the_strategy_is_made(name: str) -> None:
     with pytest.raises(ValueError, match=r"no optimizer named 'sdg' \(did you mean sgd\?\)"):
         load_strategy(name, {"optimizer": "sdg"})
 

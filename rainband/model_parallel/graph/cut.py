@@ -2,7 +2,7 @@
 
 Each graph is run once against the module itself, with the same random numbers, on the given example. That
 finds silent errors of tracing: random numbers or sizes that became constants, control flow
-that was frozen. The same run notes which nodes write into their inputs.
+that was frozen. The same run records which nodes write into their inputs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from rainband.model.seeds import random_numbers_from
-from rainband.model_parallel.graph.graph import COMPUTES, Cut, GraphText, attribute, tensors_in
+from rainband.model_parallel.graph.graph import COMPUTES, Cut, OverwrittenValue, attribute, tensors_in
 from rainband.model_parallel.graph.split_marks import InPieces
 from rainband.model_parallel.graph.trace import by_export, by_fx, by_pieces, is_getitem
 
@@ -31,13 +31,13 @@ def cut(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None 
     A cut is valid for the mode (train or eval) of the module, if the module's code depends on it. Of a model without
     values (device meta) only shapes are compared.
     """
-    args, kwargs = _where_it_is(model, (tuple(args), dict(kwargs or {})))
+    args, kwargs = _on_its_device(model, (tuple(args), dict(kwargs or {})))
     reasons = []
     for how, make in _ways(model, args, kwargs):
         try:
             module = make()
-            guards = _take_guards_out(module)
-            return _believed(model, module, how, guards, args, kwargs)
+            guards = _remove_guards(module)
+            return _verified(model, module, how, guards, args, kwargs)
         except Exception as error:  # tools raise exceptions of any kind
             reasons.append(f"{how}: {_first_lines(error)}")
     raise CutError(
@@ -47,7 +47,7 @@ def cut(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None 
     )
 
 
-def _where_it_is(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+def _on_its_device(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
     """Return the inputs without values if the model has none."""
     if not any(parameter.is_meta for parameter in model.parameters()):
         return call
@@ -79,7 +79,7 @@ def _first_lines(error: Exception) -> str:
     return f"{' '.join(lines[:3]) or 'no reason given'} ({type(error).__name__})"
 
 
-def _take_guards_out(module: fx.GraphModule) -> Callable[..., Any] | None:
+def _remove_guards(module: fx.GraphModule) -> Callable[..., Any] | None:
     """Remove torch.export's check of the inputs, which reads all of them; Cut.bind checks them instead."""
     for node in list(module.graph.nodes):
         if node.op == "call_module" and node.target == "_guards_fn":
@@ -89,7 +89,7 @@ def _take_guards_out(module: fx.GraphModule) -> Callable[..., Any] | None:
     return None
 
 
-def _believed(
+def _verified(
     model: nn.Module,
     module: fx.GraphModule,
     how: str,
@@ -121,7 +121,7 @@ def _compare(model: nn.Module, rough: Cut, args: Sequence[Any], kwargs: Mapping[
         bound = rough.bind(*pytree.tree_map(_copy, (tuple(args), dict(kwargs))))
         with random_numbers_from(seed, tensors):
             got = rough.answer(watch.run_all(bound))
-        if not _alike(expected, got):
+        if not _are_close(expected, got):
             raise ValueError(
                 "its graph gives other numbers than the module: something in its code is drawn or decided while "
                 "tracing (random numbers made in forward, control flow on numbers)"
@@ -146,7 +146,7 @@ def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _alike(expected: Any, got: Any) -> bool:
+def _are_close(expected: Any, got: Any) -> bool:
     wanted, wanted_spec = pytree.tree_flatten(expected)
     given, given_spec = pytree.tree_flatten(got)
     if len(wanted) != len(given) or wanted_spec.num_leaves != given_spec.num_leaves:
@@ -160,7 +160,7 @@ def _alike(expected: Any, got: Any) -> bool:
 
 
 class _Watch(fx.Interpreter):
-    """Runs the graph node by node and notes which nodes write into memory that others read."""
+    """Runs the graph node by node and records which nodes write into memory that others read."""
 
     def __init__(self, rough: Cut) -> None:
         super().__init__(rough.module)
@@ -195,7 +195,7 @@ class _Watch(fx.Interpreter):
         return {name: [t._version for t in tensors_in(value)] for name, value in self.values.items()}
 
 
-def _redirect_readers(module: fx.GraphModule, writes: Mapping[str, Sequence[str]]) -> dict[str, GraphText]:
+def _redirect_readers(module: fx.GraphModule, writes: Mapping[str, Sequence[str]]) -> dict[str, OverwrittenValue]:
     """Make the order of writes explicit: a node that reads after an in-place write reads the writer's value instead.
 
     Afterwards no node depends on memory that another overwrites, so each may be on another machine.
@@ -218,12 +218,12 @@ def _redirect_readers(module: fx.GraphModule, writes: Mapping[str, Sequence[str]
             return order[user.name] > after
 
         direct[0].replace_all_uses_with(writer, delete_user_cb=comes_later)
-        writers[name] = GraphText(direct[0].name, bool(others))
+        writers[name] = OverwrittenValue(direct[0].name, bool(others))
     return writers
 
 
 def _leaders(rough: Cut, numbers: set[str]) -> dict[str, str]:
-    """Each node's leader; see Cut."""
+    """Return the leader of each node, see `Cut`."""
     leaders: dict[str, str] = {}
 
     def leader(name: str) -> str:

@@ -46,14 +46,14 @@ def _is_frozen(model: nn.Module, how: str) -> bool:
     if how in ("pieces", "export"):
         return how == "export"
     try:
-        trained = _written(by_fx(model))
+        trained = _as_text(by_fx(model))
         with evaluating(model):
-            return _written(by_fx(model)) != trained
+            return _as_text(by_fx(model)) != trained
     except Exception:  # the model's own pieces follow the mode
         return False
 
 
-def _written(module: fx.GraphModule) -> list[str]:
+def _as_text(module: fx.GraphModule) -> list[str]:
     return [f"{node.name} {node.op} {node.target} {node.args} {node.kwargs}" for node in module.graph.nodes]
 
 

@@ -21,10 +21,14 @@ def fragment_keys(reads: Mapping[str, Sequence[str]], machine: Mapping[str, int]
     level: dict[str, int] = {}
     for name, sources in reads.items():
         level[name] = max((level[source] + (source in crossing) for source in sources), default=0)
-    return {name: (level[name], machine[name], piece) for name, piece in _pieces(reads, machine, level).items()}
+    return {
+        name: (level[name], machine[name], component) for name, component in _components(reads, machine, level).items()
+    }
 
 
-def _pieces(reads: Mapping[str, Sequence[str]], machine: Mapping[str, int], level: Mapping[str, int]) -> dict[str, int]:
+def _components(
+    reads: Mapping[str, Sequence[str]], machine: Mapping[str, int], level: Mapping[str, int]
+) -> dict[str, int]:
     """Return, for each node, the number of the first node it is connected to on its machine and level."""
     parent = {name: number for number, name in enumerate(reads)}
     names = list(reads)

@@ -84,7 +84,9 @@ def by_stage_and_level(cut: Cut, stages: Mapping[str, int], machines: Mapping[st
         inside = [name for name in cut.nodes if stages[cut.leaders[name]] == stage]
         reads = {name: [value for value in cut.reads(name) if value in inside] for name in inside}
         found = fragment_keys(reads, {name: machines[cut.leaders[name]] for name in inside})
-        keys |= {name: (stage * LEVELS + level, machine, piece) for name, (level, machine, piece) in found.items()}
+        keys |= {
+            name: (stage * LEVELS + level, machine, component) for name, (level, machine, component) in found.items()
+        }
     return _layout(cut, {name: keys[name] for name in cut.nodes})
 
 

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 COMPUTES = ("call_module", "call_function", "call_method")
 
 
-class GraphText(NamedTuple):
+class OverwrittenValue(NamedTuple):
     """The value that an in-place node overwrites."""
 
     value: str
@@ -30,7 +30,7 @@ class Cut:
     module: fx.GraphModule
     how: str  # pieces, sequential, fx or export
     leaders: Mapping[str, str]  # every node -> the node it stays with; leaders -> themselves
-    writers: Mapping[str, GraphText]  # nodes that write into what they read
+    writers: Mapping[str, OverwrittenValue]  # nodes that write into what they read
     guards: Callable[..., Any] | None = None  # raises when inputs are of a shape that was not traced
     nodes: Mapping[str, fx.Node] = field(init=False)
     inputs: tuple[str, ...] = field(init=False)  # the module's inputs, which every machine has
@@ -76,8 +76,8 @@ class Cut:
             for value in self.reads(name)
             if value in self.nodes and self.leaders[value] != self.leaders[name]
         }
-        place = {name: number for number, name in enumerate(self.nodes)}
-        return sorted(edges, key=lambda edge: tuple(place[word] for word in edge))
+        position = {name: number for number, name in enumerate(self.nodes)}
+        return sorted(edges, key=lambda edge: tuple(position[word] for word in edge))
 
     def parameters_of(self, names: Sequence[str]) -> dict[str, nn.Parameter]:
         """Return the parameters that these nodes use, under their names in the module."""
@@ -114,9 +114,9 @@ class Cut:
                 self.guards(*flat)
             return dict(zip(self.inputs, flat, strict=True))
         given = dict(zip(self.inputs, args, strict=False)) | dict(kwargs or {})
-        places = [node for node in self.module.graph.nodes if node.op == "placeholder"]
-        defaults = {node.name: node.args[0] for node in places if node.args}
-        bound = {node.name: given.get(node.name, given.get(str(node.target))) for node in places}
+        placeholders = [node for node in self.module.graph.nodes if node.op == "placeholder"]
+        defaults = {node.name: node.args[0] for node in placeholders if node.args}
+        bound = {node.name: given.get(node.name, given.get(str(node.target))) for node in placeholders}
         missing = [n for n in self.inputs if n not in given and n not in defaults and bound[n] is None]
         if missing or len(args) > len(self.inputs):
             raise ValueError(

@@ -22,19 +22,19 @@ class ByColumns(nn.Module):
     def __init__(self, linear: nn.Linear, ways: int) -> None:
         super().__init__()
         sizes = _sizes(linear.out_features, ways, "outputs")
-        self.pieces_of = nn.ModuleList()
+        self.layer_shards = nn.ModuleList()
         biases = [None] * ways if linear.bias is None else torch.split(linear.bias.detach(), sizes)
         for weight, bias in zip(torch.split(linear.weight.detach(), sizes), biases, strict=True):
-            self.pieces_of.append(_linear(weight, bias))
+            self.layer_shards.append(_linear(weight, bias))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([piece(x) for piece in self.pieces_of], dim=-1)
+        return torch.cat([shard(x) for shard in self.layer_shards], dim=-1)
 
     def as_linear(self) -> nn.Linear:
         """Return one layer with the present weights of all shards."""
-        pieces = _pieces(self.pieces_of)
-        biases = [piece.bias.detach() for piece in pieces if piece.bias is not None]
-        return _linear(torch.cat([p.weight.detach() for p in pieces]), torch.cat(biases) if biases else None)
+        shards = _shards(self.layer_shards)
+        biases = [shard.bias.detach() for shard in shards if shard.bias is not None]
+        return _linear(torch.cat([shard.weight.detach() for shard in shards]), torch.cat(biases) if biases else None)
 
 
 class ByRows(nn.Module):
@@ -44,7 +44,7 @@ class ByRows(nn.Module):
         super().__init__()
         self.sizes = _sizes(linear.in_features, ways, "inputs")
         weights = torch.split(linear.weight.detach(), self.sizes, dim=1)
-        self.pieces_of = nn.ModuleList(SomeInputs(weight, linear.in_features) for weight in weights)
+        self.layer_shards = nn.ModuleList(SomeInputs(weight, linear.in_features) for weight in weights)
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().clone())
 
     def reset_parameters(self) -> None:
@@ -55,14 +55,14 @@ class ByRows(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         parts = torch.split(x, self.sizes, dim=-1)
-        total: Tensor = self.pieces_of[0](parts[0])
+        total: Tensor = self.layer_shards[0](parts[0])
         for number in range(1, len(self.sizes)):
-            total = total + self.pieces_of[number](parts[number])
+            total = total + self.layer_shards[number](parts[number])
         return total if self.bias is None else total + self.bias
 
     def as_linear(self) -> nn.Linear:
         """Return one layer with the present weights of all shards."""
-        weights = [piece.weight.detach() for piece in _pieces(self.pieces_of)]
+        weights = [shard.weight.detach() for shard in _shards(self.layer_shards)]
         return _linear(torch.cat(weights, dim=1), None if self.bias is None else self.bias.detach())
 
 
@@ -99,7 +99,7 @@ class AsPair(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         ways = range(len(self.second.sizes))
-        parts = [self.second.pieces_of[n](self.between(self.first.pieces_of[n](x))) for n in ways]
+        parts = [self.second.layer_shards[n](self.between(self.first.layer_shards[n](x))) for n in ways]
         total: Tensor = parts[0]
         for part in parts[1:]:
             total = total + part
@@ -121,7 +121,7 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     return linear
 
 
-def _pieces(modules: nn.ModuleList) -> Sequence[nn.Linear]:
-    pieces = [module for module in modules if isinstance(module, nn.Linear)]
-    assert len(pieces) == len(modules)
-    return pieces
+def _shards(modules: nn.ModuleList) -> Sequence[nn.Linear]:
+    shards = [module for module in modules if isinstance(module, nn.Linear)]
+    assert len(shards) == len(modules)
+    return shards

@@ -99,8 +99,8 @@ class Tiled(nn.Module):
                 self._add_halo(tile, number, seen, above, across)
                 here = (below[r], below[r + 1], right[c], right[c + 1])
                 name = f"tile{tile}_layer{number}"
-                self.pixels[name] = _places(here, right[-1])
-                self.add_module(name, _piece(layer, here, self.pixels[name]))
+                self.pixels[name] = _pixel_indices(here, right[-1])
+                self.add_module(name, _tile_of(layer, here, self.pixels[name]))
             above, across = below, right
         self.output_size = (above[-1], across[-1])
 
@@ -116,13 +116,13 @@ class Tiled(nn.Module):
         """Return the original layers with the present values of the tiles."""
         layers: list[nn.Module] = []
         for number, blank in enumerate(self._blank):
-            pieces = [self.get_submodule(f"tile{tile}_layer{number}") for tile in range(self.shape[0] * self.shape[1])]
+            tiles = [self.get_submodule(f"tile{tile}_layer{number}") for tile in range(self.shape[0] * self.shape[1])]
             if isinstance(blank, LocallyConnected2d):
-                pixels = [self.pixels[f"tile{tile}_layer{number}"] for tile in range(len(pieces))]
-                layers.append(_whole_again(blank, [p for p in pieces if isinstance(p, LocallyConnected2d)], pixels))
-            elif isinstance(blank, nn.Conv2d) and isinstance(pieces[0], ConvolutionPiece):
+                pixels = [self.pixels[f"tile{tile}_layer{number}"] for tile in range(len(tiles))]
+                layers.append(_joined(blank, [p for p in tiles if isinstance(p, LocallyConnected2d)], pixels))
+            elif isinstance(blank, nn.Conv2d) and isinstance(tiles[0], ConvolutionTile):
                 layer = copy.deepcopy(blank)
-                layer.weight, layer.bias = pieces[0].weight, pieces[0].bias
+                layer.weight, layer.bias = tiles[0].weight, tiles[0].bias
                 layers.append(layer)
             else:
                 layers.append(copy.deepcopy(blank))
@@ -194,7 +194,7 @@ class Assemble(nn.Module):
         return functional.pad(image, self.zeros) if any(self.zeros) else image
 
 
-class ConvolutionPiece(nn.Module):
+class ConvolutionTile(nn.Module):
     """A convolution of an input that is padded already, with the weights of the original layer."""
 
     _rainband_whole = True
@@ -241,26 +241,26 @@ def _is_plain(layer: nn.MaxPool2d | nn.AvgPool2d) -> bool:
     return _pair(layer.padding) == (0, 0) and not layer.ceil_mode and not dilated
 
 
-def _places(here: tuple[int, int, int, int], width: int) -> list[int]:
+def _pixel_indices(here: tuple[int, int, int, int], width: int) -> list[int]:
     """Return the indices of the pixels in rows and columns `here`, of an output of this width."""
     top, bottom, left, right = here
     return [row * width + column for row in range(top, bottom) for column in range(left, right)]
 
 
-def _piece(layer: nn.Module, here: tuple[int, int, int, int], pixels: list[int]) -> nn.Module:
+def _tile_of(layer: nn.Module, here: tuple[int, int, int, int], pixels: list[int]) -> nn.Module:
     """Return the module that computes one tile of a layer: output rows and columns `here`."""
     if isinstance(layer, nn.Conv2d):
-        return ConvolutionPiece(layer)
+        return ConvolutionTile(layer)
     if isinstance(layer, LocallyConnected2d):
-        return _local_piece(layer, here, pixels)
+        return _local_tile(layer, here, pixels)
     return copy.deepcopy(layer)  # has no parameters and works on any part; a copy, so that it is a node of its own
 
 
-def _local_piece(layer: LocallyConnected2d, here: tuple[int, int, int, int], pixels: list[int]) -> LocallyConnected2d:
+def _local_tile(layer: LocallyConnected2d, here: tuple[int, int, int, int], pixels: list[int]) -> LocallyConnected2d:
     top, bottom, left, right = here
     pairs = zip(layer.kernel_size, layer.stride, (bottom - top, right - left), strict=True)
     height_in, width_in = [(count - 1) * stride + kernel for kernel, stride, count in pairs]
-    piece = LocallyConnected2d(
+    tile = LocallyConnected2d(
         layer.in_channels,
         layer.out_channels,
         layer.kernel_size,
@@ -269,22 +269,20 @@ def _local_piece(layer: LocallyConnected2d, here: tuple[int, int, int, int], pix
         bias=layer.bias is not None,
     ).to(layer.weight)
     with torch.no_grad():
-        piece.weight.copy_(layer.weight[pixels])
-        if piece.bias is not None and layer.bias is not None:
-            piece.bias.copy_(layer.bias[:, top:bottom, left:right])
-    return piece
+        tile.weight.copy_(layer.weight[pixels])
+        if tile.bias is not None and layer.bias is not None:
+            tile.bias.copy_(layer.bias[:, top:bottom, left:right])
+    return tile
 
 
-def _whole_again(
-    blank: nn.Module, pieces: Sequence[LocallyConnected2d], pixels: Sequence[list[int]]
-) -> LocallyConnected2d:
-    layer = copy.deepcopy(blank).to_empty(device=pieces[0].weight.device)
+def _joined(blank: nn.Module, tiles: Sequence[LocallyConnected2d], pixels: Sequence[list[int]]) -> LocallyConnected2d:
+    layer = copy.deepcopy(blank).to_empty(device=tiles[0].weight.device)
     assert isinstance(layer, LocallyConnected2d)
     with torch.no_grad():
-        for piece, numbers in zip(pieces, pixels, strict=True):
-            layer.weight[numbers] = piece.weight
-            if layer.bias is not None and piece.bias is not None:
-                layer.bias.flatten(1)[:, numbers] = piece.bias.flatten(1)
+        for tile, numbers in zip(tiles, pixels, strict=True):
+            layer.weight[numbers] = tile.weight
+            if layer.bias is not None and tile.bias is not None:
+                layer.bias.flatten(1)[:, numbers] = tile.bias.flatten(1)
     return layer
 
 

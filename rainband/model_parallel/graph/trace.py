@@ -44,7 +44,7 @@ class OpeningTracer(fx.Tracer):
         return self.create_proxy("call_module", self.path_of_module(m), args, kwargs)
 
     def _layers_of(self, encoder: nn.TransformerEncoder, value: Any) -> Any:
-        """The function of nn.TransformerEncoder without masks, because its forward cannot be traced."""
+        """Compute what nn.TransformerEncoder computes without masks: its own forward cannot be traced."""
         for layer in encoder.layers:
             value = layer(value)
         return value if encoder.norm is None else encoder.norm(value)

@@ -18,7 +18,7 @@ def split_layers(profile: Profile, resources: Resources) -> Placement:
     """Return a partition with the shards of each layer on different machines, even if it is slower; see `balanced`."""
     if all(piece_of(name) is None for name in profile.names):
         raise ValueError(
-            f"{profile.model or 'the model'} has no pieces to place: split a layer (--split fc1=2), or let another "
+            f"{profile.model or 'the model'} has no shards to place: split a layer (--split fc1=2), or let another "
             "partitioner plan."
         )
     where: dict[str, int] = {}
@@ -38,7 +38,7 @@ def split_layers(profile: Profile, resources: Resources) -> Placement:
 
 def piece_of(unit: str) -> int | None:
     """Return the number of the shard or tile that a unit belongs to; None: to none."""
-    found = re.search(r"(?:^|_)pieces_of_(\d+)", unit)
+    found = re.search(r"(?:^|_)layer_shards_(\d+)", unit)
     return int(found[1]) if found else tile_of(unit)
 
 

@@ -117,9 +117,9 @@ def add_in_place(values: Tensor, tensor: Tensor, factor: float) -> None:
 def _rate(number: int, group: Settings, lr: float) -> float:
     """Return the learning rate of a parameter group, which may have no other setting."""
     if other := {name: value for name, value in group.items() if name != "lr" and value}:
-        told = ", ".join(f"{name}={value}" for name, value in other.items())
+        others = ", ".join(f"{name}={value}" for name, value in other.items())
         raise ValueError(
-            f"parameter group {number} has {told}, and hogwild supports only lr: leave it out, or choose downpour."
+            f"parameter group {number} has {others}, and hogwild supports only lr: leave it out, or choose downpour."
         )
     rate = group.get("lr", lr)
     assert isinstance(rate, int | float), "torch.optim has checked it"

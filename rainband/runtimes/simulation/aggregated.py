@@ -206,7 +206,7 @@ def make_aggregated(model: ClusterModel, layout: Layout, num_servers: int) -> Ag
 
 
 def as_one_block(message: Message) -> Message:
-    """Replace the blocks that nodes are told of by one without elements, owned by the one server."""
+    """Replace the blocks in a message to nodes by one without elements, owned by the one server."""
     match message:
         case Welcome():
             return msgspec.structs.replace(message, blocks=(hollow(message.blocks[0]),), owners=(0,))

@@ -45,7 +45,7 @@ class CoordinatorNode(Node):
         hogwild_server: HogwildServer | None,
         observer: Observer | None,
     ) -> None:
-        """`adapt` changes the blocks that nodes are told of; `occupy` is called for each message."""
+        """`adapt` changes the blocks in messages to nodes; `occupy` is called for each message."""
         super().__init__(cluster.bus, COORDINATOR, machine)
         self.cluster = cluster
         self.coordinator = coordinator
@@ -126,7 +126,7 @@ def unchanged(message: Message) -> Message:
 
 
 def without_elements(message: Message) -> Message:
-    """Replace the blocks that nodes are told of by hollow ones."""
+    """Replace the blocks in a message to nodes by hollow ones."""
     assert isinstance(message, (messages.Welcome, messages.Assign))
     return msgspec.structs.replace(message, blocks=tuple(map(hollow, message.blocks)))
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class StageCompute(StageModel, SimulatedCompute):
-    """A submodel with a module of its own: forward and backward are separate pieces of work."""
+    """A submodel with a module of its own: forward and backward are separate work."""
 
     def __init__(self, task: Task, data: Data, plan: StagePlan, rank: int, num_replicas: int, seed: int) -> None:
         torch.manual_seed(seed)

@@ -24,12 +24,12 @@ class CoreProcess:
 
     def __init__(self) -> None:
         self.core: Core | None = None  # where it ran last
-        self.pieces: deque[tuple[float, Do]] = deque()  # (seconds left, what to do then)
+        self.work: deque[tuple[float, Do]] = deque()  # (seconds left, what to do then)
         self.ran_at = -inf  # when it last ran
 
     @property
     def left_s(self) -> float:
-        return sum(amount_s for amount_s, _ in self.pieces)
+        return sum(amount_s for amount_s, _ in self.work)
 
 
 class Core:
@@ -105,7 +105,7 @@ class Cores:
 
     def _add(self, amount_s: float, then: Do, who: Hashable) -> CoreProcess:
         process = self.processes.setdefault(who, CoreProcess())
-        process.pieces.append((amount_s, then))
+        process.work.append((amount_s, then))
         if process.core is None or process not in process.core.queue:
             self._wake(process)
         return process
@@ -113,7 +113,7 @@ class Cores:
     def _wake(self, process: CoreProcess) -> None:
         process.core = core = self._core_for(process)
         if not core.queue and self.wake_s:
-            process.pieces.appendleft((self.wake_s, nothing))
+            process.work.appendleft((self.wake_s, nothing))
         if core.queue and self.clock.now < core.since + SLICE_S:
             core.queue.insert(1, process)
             return
@@ -161,17 +161,17 @@ class Cores:
             return
         done_s = passed_s * self._speed()
         for core in self.cores:
-            if core.queue and core.queue[0].pieces:
-                left_s, then = core.queue[0].pieces[0]
-                core.queue[0].pieces[0] = (left_s - done_s, then)
+            if core.queue and core.queue[0].work:
+                left_s, then = core.queue[0].work[0]
+                core.queue[0].work[0] = (left_s - done_s, then)
 
     def _set_alarm(self) -> None:
         self.alarm += 1
         number, speed, now = self.alarm, self._speed(), self.clock.now
         moments = []
         for core in self.cores:
-            if core.queue and core.queue[0].pieces:
-                moments.append(now + max(0.0, core.queue[0].pieces[0][0]) / speed)
+            if core.queue and core.queue[0].work:
+                moments.append(now + max(0.0, core.queue[0].work[0][0]) / speed)
                 if len(core.queue) > 1:
                     moments.append(_tick_after(core.since + SLICE_S, now))
         if self._is_uneven():
@@ -196,10 +196,10 @@ class Cores:
         if not core.queue:
             return
         first = core.queue[0]
-        if first.pieces and first.pieces[0][0] <= ROUNDING_S:
-            _, then = first.pieces.popleft()
+        if first.work and first.work[0][0] <= ROUNDING_S:
+            _, then = first.work.popleft()
             then()  # it may add work, and another process may get the core
-        if not first.pieces:
+        if not first.work:
             self._sleep(first, core)
         elif len(core.queue) > 1 and _is_tick(self.clock.now) and core.since + SLICE_S <= self.clock.now:
             self._turn(core)
