@@ -75,7 +75,7 @@ class Coordinator:
         self.guard = GuardActions(state, self.reporting, requires)
 
     def receive(self, sender: Peer, message: Message, now: float, body: Any = None) -> list[CoordinatorOutput]:
-        """Take one message; return what to send."""
+        """Handle one message; return the messages to send."""
         if type(message) in FREQUENT and sender.role == "worker":
             return self._from_worker(sender, message, now, body)
         if type(message) is not Report:
@@ -211,7 +211,7 @@ class Coordinator:
         return outs + self.leases.give(now)
 
     def due_at(self) -> float | None:
-        """Return when to call `look`, because a worker may be overdue then; None: nobody waits for that."""
+        """Return when to call `look`, because a worker may be overdue then; None: never."""
         return None if self.full_batch is None else self.full_batch.due_at()
 
     def look(self, now: float) -> list[CoordinatorOutput]:

@@ -388,7 +388,7 @@ class FullBatchDuty:
         return self._to_send(self.full_batch.look(now))
 
     def due_at(self) -> float | None:
-        """Return when to call `look`, because a worker may be overdue then; None: nobody waits for that."""
+        """Return when to call `look`, because a worker may be overdue then; None: never."""
         return self.full_batch.due_at() if self.state.phase is Phase.RUNNING else None
 
     def has_items(self, worker: WorkerState) -> bool:

@@ -17,7 +17,7 @@ from rainband.protocol.messages import AcceptedBatches, Forget, Lease, LeaseEnd,
 
 
 class PositionCounts:
-    """The number of positions of each group of rounds that each worker has leased, not counted for every request."""
+    """A count of the positions that each worker has leased in each group of rounds, updated with each lease."""
 
     def __init__(self, state: RunState) -> None:
         self.state = state
@@ -306,7 +306,7 @@ class Leases:
         return self.give(now) + self.shutdown.when_done()
 
     def confirm(self, now: float) -> list[CoordinatorOutput]:
-        """Revoke what was returned as done and is not in the accepted sets within the failure timeout."""
+        """Revoke leases returned as done, if the accepted sets lack batches of them after the failure timeout."""
         outs: list[CoordinatorOutput] = []
         for portion, since in list(self.unconfirmed.items()):
             if self.state.is_done(portion):
@@ -338,7 +338,7 @@ class Leases:
         return [CoordinatorOutput(server, Forget(index)) for index in workers for server in bounded]
 
     def forget_done(self) -> None:
-        """Forget the lease numbers of portions that are done: nobody leases or revokes these again."""
+        """Forget the lease numbers of portions that are done: these are not leased or revoked again."""
         below = min((r.first_open for r in self.state.reports() if r.blocks), default=0)
         for portion in [p for p in self.numbers if p < below and p not in self.gathering and p not in self.again]:
             del self.numbers[portion]

@@ -143,7 +143,7 @@ class Liveness:
         return ""
 
     def _why_stuck(self, worker: WorkerState, now: float) -> str:
-        """Return why nobody waits any longer for a worker that shares batches with others, and name it before."""
+        """Return why a worker that shares batches counts as inactive; "": it does not. Before that, warn."""
         index = worker.peer.index
         held = [w.held_since for w in self.state.connected() if w.active and not w.ended and w.held[0] == index]
         waited_s = now - min(held, default=now)

@@ -113,7 +113,7 @@ class WorkQueue:
         return worker in self.held and bool(self.held[worker].work_items)
 
     def next_due(self, idle: Sequence[int]) -> float | None:
-        """Return when an idle worker may get a copy; None: nothing is open, or there are items that nobody has."""
+        """Return when an idle worker may get a copy; None: nothing is open, or some items are not given yet."""
         if self.fresh:
             return None
         due = [

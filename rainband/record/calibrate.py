@@ -1,6 +1,6 @@
 """Measure this machine, and build the cluster model that simulates it.
 
-A measuring process simulates a few steps with real gradients and times every piece of work: the gradient, the worker's
+A measuring process simulates a few steps with real gradients and times every kind of work: the gradient, the worker's
 other work (checking, its own step, copying), the server's work on a push, copying a block to the worker. It runs alone
 and, in turns, beside as many others as there will be workers, which shows how busy cores slow each other down. The cost
 of a message follows from a short real run: see `message_cost`. All times are processor times, so the load of other
@@ -48,7 +48,7 @@ INSTANT = ClusterModel(NetworkModel(latency_s=0.0), ComputeModel(kind="constant"
 
 
 class Measurements(msgspec.Struct, frozen=True):
-    """Seconds of each piece of work in a step, as one process measured them."""
+    """Seconds of each kind of work in a step, as one process measured them."""
 
     compute_s: list[float]
     push_s: list[float]  # a worker checks a gradient and copies it to where it is sent from
@@ -130,9 +130,9 @@ def assemble(
     """Return the model of one machine; `num_busy` of its cores were busy in the measurements together."""
     if not alone.apply_s:  # full batch: pushes are only added up, and steps are commands
         alone = msgspec.structs.replace(alone, apply_s=alone.gather_s, gather_s=[])
-    for piece in ("compute_s", "push_s", "apply_s", "read_s"):
-        if not _trimmed_mean(getattr(alone, piece)):
-            raise ValueError(f"too few steps to measure {piece.removesuffix('_s')}: try twice as many with --steps.")
+    for work in ("compute_s", "push_s", "apply_s", "read_s"):
+        if not _trimmed_mean(getattr(alone, work)):
+            raise ValueError(f"too few steps to measure {work.removesuffix('_s')}: try twice as many with --steps.")
     slower = max(1.0, _trimmed_mean([t for one in together for t in one.compute_s]) / _trimmed_mean(alone.compute_s))
     crowding = (slower - 1) / (num_busy - 1) if num_busy > 1 else 0.0
     block_bytes = alone.model_bytes / alone.num_blocks
@@ -210,14 +210,14 @@ def measure_main(job: bytes, fds: list[int]) -> None:
 
 
 class Stopwatch:
-    """Times the pieces of work in a simulated run."""
+    """Times each kind of work in a simulated run."""
 
     def __init__(self, config: RunConfig) -> None:
         self.seconds: dict[str, list[float]] = {name: [] for name in PIECES}
         config = msgspec.structs.replace(config, epochs=ENDLESS)
         scenario = make_scenario(config)
         scenario = replace(scenario, make_compute=partial(computing_as_in_a_process, scenario.make_compute))
-        notes = Notes(observe=lambda peer: PieceTimer(self.seconds))
+        notes = Notes(observe=lambda peer: WorkTimer(self.seconds))
         self.runtime = SimulatedCluster(scenario, settings_of(config, ""), INSTANT, notes)
         self.runtime.start()
         self._run(WARM_UP)
@@ -230,8 +230,8 @@ class Stopwatch:
         self.seconds.update({name: [] for name in PIECES})
         self._run(steps)
         blocks = self.runtime.coordinator_node.block_bytes
-        pieces = {f"{name}_s": seconds for name, seconds in self.seconds.items()}
-        return Measurements(**pieces, model_bytes=sum(blocks), num_blocks=len(blocks))
+        times = {f"{name}_s": seconds for name, seconds in self.seconds.items()}
+        return Measurements(**times, model_bytes=sum(blocks), num_blocks=len(blocks))
 
 
 def computing_as_in_a_process(make_compute: Callable[[], SimulatedCompute]) -> SimulatedCompute:
@@ -242,20 +242,20 @@ def computing_as_in_a_process(make_compute: Callable[[], SimulatedCompute]) -> S
     return compute
 
 
-class PieceTimer(Observer):
-    """Adds the processor time of each piece of one node's work to `seconds`."""
+class WorkTimer(Observer):
+    """Adds the processor time of each kind of one node's work to `seconds`."""
 
     def __init__(self, seconds: dict[str, list[float]]) -> None:
         self.seconds = seconds
-        self.began_s: list[float] = []  # of each piece that has not ended, the innermost last
+        self.began_s: list[float] = []  # of each kind of work that has not ended, the innermost last
         self.server: Server | None = None
         self.updates = 0  # of the server, before the message that it handles now
 
     def _begin(self) -> None:
         self.began_s.append(time.process_time())
 
-    def _end(self, piece: str) -> None:
-        self.seconds[piece].append(time.process_time() - self.began_s.pop())
+    def _end(self, work: str) -> None:
+        self.seconds[work].append(time.process_time() - self.began_s.pop())
 
     def computing(self, worker: ModuleWorker, batch: Batch) -> None:
         self._begin()

@@ -32,7 +32,7 @@ class CostRecorder(Observer):
 
     def __init__(self, directory: str, name: str) -> None:
         self.fd = os.open(Path(directory) / f"{name}.cost", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-        self.began_s: list[float] = []  # of each piece of work that has not ended, the innermost last
+        self.began_s: list[float] = []  # of each kind of work that has not ended, the innermost last
 
     def note(self, kind: int, seconds: float) -> None:
         os.write(self.fd, _NOTE.pack(kind, seconds))

@@ -139,7 +139,7 @@ def read_simulated(directory: Path) -> Simulated:
 
 
 class Actor:
-    """One worker of a replay, and its runtime. There is no coordinator: what the worker tells it is dropped."""
+    """One worker of a replay, and its runtime. There is no coordinator: messages to it are dropped."""
 
     def __init__(self, replayed: Replay, index: int) -> None:
         record, scenario = replayed.record, replayed.scenario

@@ -46,7 +46,7 @@ class PlainView:
         self.stream.flush()
 
     def close(self) -> None:
-        """Nothing to restore."""
+        """Do nothing: there is nothing to restore."""
 
     def _new_lines(self, event: AnyEvent) -> list[str]:
         match event:

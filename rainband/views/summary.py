@@ -68,7 +68,7 @@ def results(metrics: Mapping[str, float | None]) -> str:
 
 
 def accounting(counts: Mapping[str, Any], has_lost_nodes: bool = True) -> list[str]:
-    """Return what became of all batches: applied, skipped, lost, applied twice, not processed."""
+    """Return the batch accounting in words: applied, skipped, lost, applied twice, not processed."""
     if not counts:
         return []
     lines = _lock_free(counts) if counts.get("lock_free") else [_tracked(counts)]
@@ -91,14 +91,14 @@ def accounting(counts: Mapping[str, Any], has_lost_nodes: bool = True) -> list[s
 
 
 def _accounts(so_far: RunSoFar, counts: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """Return what was counted, batches or samples, and what became of them."""
+    """Return the unit that was counted, batches or samples, and the counts."""
     if samples := counts.get("samples"):
         return "samples", shared(samples, so_far.started.num_workers if so_far.started else 1)
     return "batches", accounting(counts, bool(so_far.num_lost))
 
 
 def shared(samples: Mapping[str, Any], num_workers: int) -> list[str]:
-    """Return what became of all samples of a loop whose workers shared each batch."""
+    """Return the sample accounting of a loop whose workers shared each batch."""
     skipped, rounds = samples["skipped"], count(samples["rounds"], "batch")
     done = samples["applied"] + sum(skipped.values()) + samples["not_seen"]
     if not done:  # the loop has its own data loader

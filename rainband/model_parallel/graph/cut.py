@@ -55,7 +55,7 @@ def _on_its_device(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]
 
 
 def device_of(model: nn.Module) -> AbstractContextManager[object]:
-    """Let tensors that a model without values makes in its forward have none, either."""
+    """Return a context in which a model without values also makes tensors without values."""
     return torch.device("meta") if any(p.is_meta for p in model.parameters()) else nullcontext()
 
 

@@ -1,8 +1,8 @@
 r"""A linear layer in shards that can be on different machines.
 
     columns   W = [W_1; W_2; …] by outputs:   y = [x W_1ᵀ + b_1,  x W_2ᵀ + b_2, …]       x goes to all
-    rows      W = [W_1, W_2, …] by inputs:    y = x_1 W_1ᵀ + x_2 W_2ᵀ + … + b            sums come back
-    pair      columns, then rows:             y = sum_i f(x A_iᵀ + a_i) B_iᵀ + b          what is between never crosses
+    rows      W = [W_1, W_2, …] by inputs:    y = x_1 W_1ᵀ + x_2 W_2ᵀ + … + b            partial sums come back
+    pair      columns, then rows:             y = sum_i f(x A_iᵀ + a_i) B_iᵀ + b          no traffic between the two
 
 Each shard is an nn.Linear of its own, so it is a node of the graph, with its own parameters.
 """

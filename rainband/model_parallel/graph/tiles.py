@@ -75,7 +75,7 @@ ELEMENTWISE = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sig
 
 
 class Tiled(nn.Module):
-    """The same function as `layers`, computed by rows x columns tiles. `tile_of` says which node belongs to which."""
+    """The same function as `layers`, computed by rows x columns tiles. `tile_of` returns the tile of a node."""
 
     def __init__(self, layers: nn.Sequential, input_size: tuple[int, int], rows: int, columns: int) -> None:
         super().__init__()
