@@ -488,7 +488,7 @@ def test_a_failed_run_says_why_unless_that_was_shown(tmp_path: Path) -> None:
     failed = RunSoFar.from_events([ended("failed", "server 0 was lost")])
     nowhere = Path("runs/nowhere")  # short: long lines are folded
     assert "  reason     server 0 was lost" in summary(failed, nowhere)
-    assert summary(failed, nowhere)[-1] == f"  run        {nowhere} (no model was saved)"
+    assert summary(failed, nowhere)[-1] == f"  run        {nowhere} (it contains no model)"
     told = RunSoFar.from_events([in_the_users_file(), ended("failed", "server 0 was lost")])
     assert not any("server 0" in line for line in summary(told, tmp_path))
 

@@ -221,3 +221,14 @@ def test_who_was_given_up_and_ends_all_the_same_gets_the_result_too() -> None:
     assert (B, Conclude) in kinds(coordinated.say(B, Ended(1)))
     assert coordinated.say(A, Concluded({})) == []  # B has yet to take it
     assert (B, Shutdown) in kinds(coordinated.say(B, Concluded({})))
+
+
+def test_if_nobody_is_left_to_save_the_reason_says_what_happened_to_the_last_one() -> None:
+    coordinated = CommandExecutor().drawing()
+    coordinated.say(A, Ended(1))
+    coordinated.say(B, Ended(1))
+    coordinated.say(SERVER, report(accepted=2, flushed=True))
+    coordinated.say(B, Concluded({}))  # it has gone on to other things
+    coordinated.coordinator.lost(A, now=0.0, why="its disk is full; the model is in /tmp/model")
+    reason = coordinated.coordinator.state.reason
+    assert reason.startswith("no worker is left to save the model: worker 0 was the last (its disk is full; the model")

@@ -169,7 +169,8 @@ class RunEnd:
             return []
         state.enter(Phase.CONCLUDING)
         if not ready:
-            state.fail_if_finished("no worker is left to save the model", FailureCause.NO_WORKER_LEFT)
+            why = f": {state.last_loss}" if state.last_loss else ""
+            state.fail_if_finished(f"no worker is left to save the model{why}", FailureCause.NO_WORKER_LEFT)
             return self._save_without_workers()
         local = state.settings.local_ranks  # their disk is the one where the model is to be
         chosen = min(ready, key=lambda w: (w.peer.index not in local, w.peer))

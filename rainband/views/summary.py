@@ -41,7 +41,7 @@ def summary(so_far: RunSoFar, directory: Path) -> list[str]:
         ("traffic", traffic(so_far.last)),
         ("models", models(so_far.last)),
         *_rows("pipeline", predicted.lines(so_far)),
-        ("model", str(model)) if model.is_file() else ("run", f"{directory} (no model was saved)"),
+        ("model", str(model)) if model.is_file() else ("run", f"{directory} (it contains no model)"),
     ]
     lines = table([row for row in rows if row[1]], indent="  ", width=WIDTH)
     return [headline(ended, so_far.training.seconds, so_far.is_virtual), *lines, *warnings(so_far)]
