@@ -12,6 +12,7 @@ from rainband.model_parallel.drawing.text import schedule_lines
 from rainband.model_parallel.placement.placement import in_flight
 from rainband.model_parallel.schedules.builders import gpipe, interleaved, one_f_one_b, pipedream, pipedream_2bw
 from rainband.model_parallel.schedules.check import Costs, check
+from rainband.model_parallel.schedules.play import Send, play
 from rainband.model_parallel.schedules.table import Action, Table
 
 SIZES = [(stages, microbatches) for stages in range(1, 7) for microbatches in range(1, 13)]
@@ -138,6 +139,13 @@ def test_sending_takes_time_too() -> None:
 
 def changed(table: Table, machine: int, row: list[Action]) -> Table:
     return replace(table, rows=(*table.rows[:machine], tuple(row), *table.rows[machine + 1 :]))
+
+
+def test_messages_queue_at_the_reader_in_the_order_of_arrival() -> None:
+    """Machine 1 is done after 1 s and machine 0 after 3: its message is first, though it is named last."""
+    sends = [Send(("a",), ("c",), occupies_s=10.0), Send(("b",), ("d",), occupies_s=10.0)]
+    times = play([["a"], ["b"], ["d", "c"]], {"a": 3.0, "b": 1.0, "c": 1.0, "d": 1.0}, sends)
+    assert (times.start_s["d"], times.start_s["c"]) == (11.0, 21.0)
 
 
 def test_a_deadlock_names_who_waits_for_whom() -> None:
