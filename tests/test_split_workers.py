@@ -661,3 +661,19 @@ def test_a_step_that_a_scaler_leaves_out_counts_as_skipped(workers: int, zero_fi
     run_group(script, workers, group)
     assert set(steps) == {2}
     assert (group.view.applied, dict(group.view.skipped)) == (26 - 2 * 4, {NOT_FINITE: 2 * 4})
+
+
+def test_many_long_reasons_for_skipped_batches_are_counted_in_bounded_space() -> None:
+    group = Group()
+
+    def script(join: Join) -> nn.Module:
+        model = net()
+        with join(model, SGD(model.parameters(), lr=0.1)) as run:
+            for number, _ in enumerate(run.batches(DATA, batch_size=1)):
+                run.skip(f"sample {number} is damaged: {'x' * 100_000}")
+        return model
+
+    run_group(script, 2, group)
+    skipped = dict(group.view.skipped)
+    assert (len(skipped), sum(skipped.values()), skipped["other reasons"]) == (17, 26, 10)
+    assert max(map(len, skipped)) == 200

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rainband.protocol.accounting import SkipReasons
 from rainband.rounds.board import Board
 from rainband.rounds.exchange import Outcome, Part, RoundId, StateHolder
 from rainband.rounds.member import RoundMember, Waiting
@@ -29,6 +30,7 @@ class RoundExchange:
         self.board = board
         self.waited = waited
         self.rank = board.rank
+        self.reasons = SkipReasons()
         self.member = RoundMember(board, holder, clock, equal_parts, trial_rounds=trial_rounds)
 
     @property
@@ -70,7 +72,7 @@ class RoundExchange:
         return outcome
 
     def skip(self, reason: str) -> None:
-        self.member.kind, self.member.reason = "skip", reason
+        self.member.kind, self.member.reason = "skip", self.reasons.bounded(reason)
 
     def defer(self) -> None:
         self.member.kind = "defer"
