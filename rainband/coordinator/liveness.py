@@ -69,7 +69,7 @@ class Liveness:
         if worker.active:
             return
         replica = self.state.replica_of(worker.peer.index)
-        if any(other.late for other in replica):
+        if not self.state.is_complete(worker.peer.index) or any(other.late for other in replica):
             return
         for other in replica:
             if other.connected and not other.active:

@@ -95,9 +95,9 @@ class RunEnd:
     def after_loss(self) -> list[CoordinatorOutput]:
         """React to a lost node: choose another worker to load or save, or end the run if none is left."""
         state = self.state
-        left = state.connected()
+        left = state.in_whole_replicas()
         if state.phase is Phase.LOADING:
-            founder = min((w.peer.index for w in left if state.is_complete(w.peer.index)), default=None)
+            founder = min((w.peer.index for w in left), default=None)
             if founder is not None and state.welcome is not None:
                 again = msgspec.structs.replace(state.welcome, load=True, replica_addresses=state.addresses(founder))
                 return [CoordinatorOutput(other.peer, again) for other in state.replica_of(founder)]
@@ -164,7 +164,7 @@ class RunEnd:
         ended = [w for i, w in state.workers.items() if not state.rank_in_replica(i) and self._replica_has_ended(i)]
         ended = [w for w in ended if w.peer.index not in self.left]
         ready = [w for w in ended if w.active] or ended
-        if not ready and any(w.peer.index not in self.left for w in state.connected()):
+        if not ready and any(w.peer.index not in self.left for w in state.in_whole_replicas()):
             state.enter(Phase.FINISHING)  # they are inactive but connected: wait until they end or are lost
             return []
         state.enter(Phase.CONCLUDING)

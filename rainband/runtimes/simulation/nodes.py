@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -102,7 +103,10 @@ class CoordinatorNode(Node):
         due_at = self.coordinator.due_at()
         if due_at is not None and (self.looks_at is None or due_at < self.looks_at):
             self.looks_at = due_at
-            self.clock.at(max(self.clock.now, due_at - self.skew_s), lambda: self.wake(self._look))
+            look_at = max(self.clock.now, due_at - self.skew_s)
+            while look_at + self.skew_s < due_at:  # rounded: nothing would be due yet, and this moment never end
+                look_at = math.nextafter(look_at, math.inf)
+            self.clock.at(look_at, lambda: self.wake(self._look))
 
     def _look(self) -> None:
         """Let the coordinator check for overdue nodes."""
