@@ -13,7 +13,8 @@ from torch.optim import SGD
 from rainband.rounds.exchange import Part
 from rainband.runtimes.training_loop.split.trial import LoopTrial, is_doubled, speed_sentence
 from tests.split_group import Group, run_group
-from tests.test_split_batches import DATA, HABITS, Join, Plain, net
+from tests.test_split_batches import DATA, HABITS, Join, Plain, net, train
+from tests.test_split_workers import equal_models
 
 
 def on_trial() -> Group:
@@ -88,3 +89,21 @@ def test_the_speed_is_that_of_rounds_with_parts_against_whole_batches() -> None:
     assert speed_sentence(1.0, 4, part).endswith("one process, about as fast.")
     slow = speed_sentence(0.52, 3, part)
     assert "3 workers share each batch of 64: the updates of one process, but only 0.52 times as fast. Start" in slow
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_model_with_running_means_goes_through_the_first_rounds(workers: int) -> None:
+    group = on_trial()
+
+    def script(join: Join) -> nn.Module:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with join(model, optimizer) as run:
+            for batch in run.batches(DATA, batch_size=4):
+                train(model, optimizer, batch)
+        return model
+
+    models = run_group(script, workers, group)
+    assert equal_models(models)
+    assert group.view.applied == 26

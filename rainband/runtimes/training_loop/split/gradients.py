@@ -198,7 +198,7 @@ class GradientExchange:
             self.session.exchanged(self.part)
         if self.uses_loaders and self.exchanges == 1 and self.part is not None:
             self.steps.exchanged(self.part.total, tensors[: len(self.tensors.parameters)])
-        self.trial.after(tensors)
+        self.trial.after(tensors[: len(self.tensors.parameters)])
         self._put(tensors, alone)
         self.deferred = False
         if not self.state.is_sum:
