@@ -1068,6 +1068,43 @@ def test_after_an_error_of_the_user_the_other_workers_save_the_model() -> None:
     assert run.coordinator.state.reason == "worker 0 failed at step 3: ValueError: no"
 
 
+def without_servers() -> Run:
+    """Two workers that have the parameters themselves."""
+    run = Run(num_workers=2, num_servers=0)
+    for worker in range(2):
+        run.joins(worker)
+    assert run.phase == "running"
+    return run
+
+
+BROKEN = Failed(step=3, error="OSError: the file is broken", traceback="...")
+
+
+def test_without_servers_the_last_worker_whose_code_raises_saves_the_model() -> None:
+    run = without_servers()
+    assert Shutdown("worker 0 failed at step 3: OSError: the file is broken") in run.from_worker(0, BROKEN)
+    assert run.from_worker(1, BROKEN) == [Conclude("model")]
+    run.from_worker(1, Concluded({}))
+    assert (run.phase, run.coordinator.state.outcome) == ("over", "failed")
+    assert run.coordinator.state.reason == "worker 0 failed at step 3: OSError: the file is broken"
+
+
+@pytest.mark.parametrize("end", ["it cannot save", "it is killed"])
+def test_a_last_worker_that_cannot_save_ends_the_run(end: str) -> None:
+    run = without_servers()
+    run.from_worker(0, BROKEN)
+    run.from_worker(1, BROKEN)
+    outs = run.lost("worker", 1) if end == "it is killed" else run.from_worker(1, Failed(0, "NotSaved: full", ""))
+    assert not [m for m in outs if isinstance(m, Conclude)] and run.phase == "over"
+
+
+def test_a_worker_that_fails_before_it_trains_saves_nothing() -> None:
+    run = without_servers()
+    run.lost("worker", 0)
+    outs = run.from_worker(1, Failed(step=0, error="ImportError: no", traceback="..."))
+    assert not [m for m in outs if isinstance(m, Conclude)] and run.phase == "over"
+
+
 def test_an_error_in_the_evaluation_comes_after_the_model_is_saved() -> None:
     run = concluding()
     outs = run.from_worker(0, Failed(step=4, error="ValueError: no", traceback="..."))

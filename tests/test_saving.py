@@ -95,6 +95,20 @@ def test_after_an_error_of_the_only_worker_the_model_so_far_is_saved(tmp_path: P
     assert any(torch.equal(saved, -0.5 * (a + b)) for a, b in itertools.permutations(samples, 2))
 
 
+@pytest.mark.processes
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize("strategy", [rainband.Single(optimizer="sgd", lr=0.5), rainband.Sync(optimizer="sgd", lr=0.5)])
+def test_after_an_error_of_every_worker_the_last_one_saves_the_model_so_far(tmp_path: Path, strategy: Any) -> None:
+    """As with a damaged file: the workers that do the part of a lost one come to it, too."""
+    workers = 1 if isinstance(strategy, rainband.Single) else 2
+    task = FailsAtBatch(dimension=4, samples=8, batch_size=2, epochs=1)
+    with pytest.raises(RainbandError, match="on purpose"):
+        rainband.fit(task, strategy, workers=workers, runs=tmp_path, seed=3)
+    [file] = tmp_path.glob("*/model.safetensors")
+    saved = safetensors.torch.load_file(file)["weight"][0]
+    assert saved.count_nonzero() == 4  # the values of two updates; the first ones are zeros
+
+
 @dataclasses.dataclass(frozen=True)
 class Fine(Linear):
     def evaluate(self, model: Any) -> dict[str, float]:

@@ -305,7 +305,7 @@ class Liveness:
         if not failed.traceback:  # not the user's code, but a broken connection, for example: the others go on
             return self.lost(sender, now, failed.error)
         if state.outcome == "failed":
-            return self._dismiss_failed(sender, now)
+            return self._dismiss_failed(sender, now, failed.step > 0)
         state.events.append(
             events.UserError(
                 at_s=now, worker=sender.index, step=failed.step, error=failed.error, traceback=failed.traceback
@@ -315,13 +315,15 @@ class Liveness:
         if state.phase is Phase.CONCLUDING and sender.index == self.shutdown.concluder:
             self.shutdown.saved = True  # evaluating comes after saving, whose errors have no traceback
         outs = self.shutdown.stop("failed", f"{where}: {failed.error}")
-        return outs + self._dismiss_failed(sender, now)
+        return outs + self._dismiss_failed(sender, now, failed.step > 0)
 
-    def _dismiss_failed(self, sender: Peer, now: float) -> list[CoordinatorOutput]:
-        """Send a worker away whose code has raised."""
+    def _dismiss_failed(self, sender: Peer, now: float, was_training: bool) -> list[CoordinatorOutput]:
+        """Send a worker away whose code has raised; the last one that has the parameters saves them first."""
         worker = self.state.workers.get(sender.index)
         if self.state.phase is Phase.OVER or worker is None or worker.peer != sender or not worker.connected:
             return []
+        if was_training and (saves := self.shutdown.let_last_save(worker)):
+            return saves
         outs = [CoordinatorOutput(sender, Shutdown(self.state.reason))]
         return outs + self.lost(sender, now, "its code raised an exception")
 

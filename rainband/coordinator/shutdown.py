@@ -8,7 +8,7 @@ import msgspec
 
 from rainband.coordinator.buffers import BufferMean
 from rainband.coordinator.reporting import Reporting
-from rainband.coordinator.rescue import Rescue
+from rainband.coordinator.rescue import HAS_PARAMETERS, Rescue
 from rainband.coordinator.state import CoordinatorOutput, FailureCause, Phase, RunState, WorkerState
 from rainband.protocol import events
 from rainband.protocol.messages import (
@@ -95,7 +95,7 @@ class RunEnd:
     def after_loss(self) -> list[CoordinatorOutput]:
         """React to a lost node: choose another worker to load or save, or end the run if none is left."""
         state = self.state
-        left = state.in_whole_replicas()
+        left = self._in_whole_replicas()
         if state.phase is Phase.LOADING:
             founder = min((w.peer.index for w in left), default=None)
             if founder is not None and state.welcome is not None:
@@ -111,6 +111,24 @@ class RunEnd:
         if state.phase is Phase.CONCLUDING and self.concluder is None and not self.saved:
             return self._conclude()
         return self._when_all_left() + self.when_concluded()
+
+    def let_last_save(self, worker: WorkerState) -> list[CoordinatorOutput]:
+        """Let a worker whose code has raised save the model, if nobody else has the parameters."""
+        state, index = self.state, worker.peer.index
+        others = [w for w in self._in_whole_replicas() if w is not worker and w.peer.index not in self.left]
+        has_tried = self.saved or index in self.left or index == self.concluder
+        if others or has_tried or self.rescue.is_possible or state.phase not in HAS_PARAMETERS:
+            return []
+        if state.settings.workers_per_replica > 1:
+            return []  # it has a part of the model only
+        worker.ended, self.concluder, state.live = True, index, None
+        worker.leases.clear()
+        state.enter(Phase.CONCLUDING)
+        return [CoordinatorOutput(worker.peer, Conclude(state.settings.model_path))]
+
+    def _in_whole_replicas(self) -> list[WorkerState]:
+        """Return the connected workers that can go on: a stage that was started again alone waits for the others."""
+        return [w for w in self.state.connected() if self.state.is_complete(w.peer.index)]
 
     def is_saving(self, worker: int) -> bool:
         """Return whether its replica saves the model: each worker of it has a part."""
@@ -164,7 +182,7 @@ class RunEnd:
         ended = [w for i, w in state.workers.items() if not state.rank_in_replica(i) and self._replica_has_ended(i)]
         ended = [w for w in ended if w.peer.index not in self.left]
         ready = [w for w in ended if w.active] or ended
-        if not ready and any(w.peer.index not in self.left for w in state.in_whole_replicas()):
+        if not ready and any(w.peer.index not in self.left for w in self._in_whole_replicas()):
             state.enter(Phase.FINISHING)  # they are inactive but connected: wait until they end or are lost
             return []
         state.enter(Phase.CONCLUDING)

@@ -225,10 +225,6 @@ class RunState:
         replica = self.replica_of(worker)
         return len(replica) == self.settings.workers_per_replica and all(other.connected for other in replica)
 
-    def in_whole_replicas(self) -> list[WorkerState]:
-        """Return the connected workers that can go on: a stage that was started again alone waits for the others."""
-        return [w for w in self.connected() if self.is_complete(w.peer.index)]
-
     def addresses(self, worker: int) -> tuple[Address, ...]:
         return tuple(other.address for other in self.replica_of(worker) if other.address is not None)
 

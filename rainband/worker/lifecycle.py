@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from rainband.errors import CoordinatorLost, LoaderProcessLost, NotSaved, RainbandError, ServerLost, Stop
+from rainband.model.save import save_model, saving
 from rainband.protocol.messages import Concluded, Ended, Failed, Welcome
 from rainband.protocol.steps import Until
 from rainband.worker.client import Client
@@ -127,7 +128,23 @@ async def report_failure(session: Session, error: Exception) -> None:
     runtime.tell(Failed(step, f"{type(error).__name__}: {error}", trace))
     while of_user:
         with suppress(ServerLost):  # the coordinator ends the run
-            await Until("the end of the run", lambda: False)
+            await Until("the end of the run", lambda: session.conclusion is not None)
+            await save_after_failure(session)
+
+
+async def save_after_failure(session: Session) -> None:
+    """Save the model so far: this worker is the last that has the parameters, although its code has raised."""
+    assert session.conclusion is not None
+    (message, _), session.conclusion = session.conclusion, None
+    module = session.model.own_module() or session.worker.client.flat.module
+    try:
+        with saving(message.path, module):
+            save_model(getattr(module, "_orig_mod", module), message.path)  # names as before torch.compile
+    except NotSaved as error:
+        session.runtime.tell(Failed(0, f"{type(error).__name__}: {error}", ""))
+        return
+    await session.runtime.saved()
+    session.runtime.tell(Concluded({}))
 
 
 def users_traceback(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from rainband.runtimes.training_loop.split.trial import TRIAL_ROUNDS
 from rainband.strategy import Strategy
 from rainband.transports.shared_rounds import SharedBoard
 from rainband.worker.session import join_of
+from rainband.worker.worker_model import WorkerModel
 
 COMPLEX = {torch.complex64: "float32", torch.complex128: "float64"}
 
@@ -57,6 +59,7 @@ class LoopSession:
             print_warnings(self.strategy, self.num_workers)
         entries = [_entry(name, p) for name, p in zip(tensors.names, tensors.parameters, strict=True)]
         layout = arrange(entries, [{} for optimizer in tensors.optimizers for _ in optimizer.param_groups] or [{}])
+        self.link.session.model = LoopModule(tensors.model)
         self.link.tell(join_of(self.strategy, layout, NOT_KNOWN_YET, custom_loop=True))
         while not self.link.session.go:
             self.link.wait()
@@ -150,6 +153,16 @@ class LoopSession:
             save_model(saved, conclude.path)
         self.link.tell(Concluded({}))
         self.link.left = True
+
+
+class LoopModule(WorkerModel[Any]):
+    """The module of a loop that has its own life: it is saved if the loop of the last worker raises."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def own_module(self) -> nn.Module:
+        return self.module
 
 
 def _entry(name: str, parameter: nn.Parameter) -> LayoutEntry:
