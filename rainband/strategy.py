@@ -42,7 +42,7 @@ class Requirements:
 
     servers: bool = True  # parameter servers hold the parameters, and server() describes what they do
     max_replicas: int | None = None  # replicas of the model; 1: one process (single); None: any number
-    optimizer: Literal["servers", "workers", "commands"] = "servers"  # what changes the parameters
+    optimizer: Literal["servers", "workers", "commands"] = "servers"  # where the task's optimizer runs
     waits: Literal["never", "bounded", "rounds"] = "never"  # for other workers: asynchronous, bounded, synchronous
     batches_per_item: int = 1  # batches of one work item, whose gradients are summed into one push
     warm_start_batches: int = 0  # one worker trains these alone before the others start
@@ -71,6 +71,12 @@ class Requirements:
         if self.waits != "never":
             return "makes workers wait for each other, and only runs in which nobody waits can be replayed"
         return self.not_replayable
+
+
+# Of strategies whose workers make steps of their own and exchange models in rounds.
+LOCAL_STEPS = Requirements(
+    servers=False, optimizer="workers", waits="rounds", local_steps=True, whole_model=True, custom_loop=False
+)
 
 
 class Straggler(NamedTuple):
@@ -205,8 +211,14 @@ class Worker(Protocol):
     def gradient(self, batch: Batch | BatchPart) -> Awaitable[Gradient]:
         """Compute the gradient of the mean loss of a batch, or of a part of it, at `params`."""
 
-    def optimizer(self, spec: OptimizerSpec, schedule: Schedule) -> LocalOptimizer:
-        """Return an optimizer that steps this worker's `params`; in a custom loop, the user's own."""
+    def optimizer(self, spec: OptimizerSpec, schedule: Schedule, counts: bool = True) -> LocalOptimizer:
+        """Return an optimizer that steps this worker's `params`; in a custom loop, the user's own.
+
+        `counts`: batches are applied by its steps; False: by what is pushed to servers later.
+        """
+
+    def change(self, vector: ModelVector, batches: Sequence[Batch], samples: int) -> Gradient:
+        """Return a vector, made from these batches, as something that can be pushed to the servers."""
 
     def stage(self, spec: OptimizerSpec, schedule: Schedule, how: StageVersions) -> PipelineStage:
         """Return the pipeline stage that this worker is; only with `requires.stages`."""
@@ -217,6 +229,12 @@ class Parameters(Protocol):
 
     def step(self, gradient: Gradient, lr: float) -> None:
         """Subtract lr * gradient from the worker's copy."""
+
+    def copy(self) -> ModelVector:
+        """Return a copy of this worker's parameters."""
+
+    def replace(self, vector: ModelVector) -> None:
+        """Set this worker's parameters."""
 
 
 class LocalOptimizer(Protocol):
@@ -251,19 +269,20 @@ class Models(Protocol):
         All workers must give the same number, of batches for each worker; at the end of the data, some get fewer.
         """
 
-    def weights(self) -> ModelVector:
-        """Return a copy of this worker's parameters."""
-
-    def replace(self, weights: ModelVector) -> None:
-        """Set this worker's parameters."""
-
     async def mean(
         self, weights: ModelVector | None = None, part: range | None = None, equally: bool = False
     ) -> ModelVector:
-        """Return the mean over the workers, of the parameters unless given, weighted by the samples of this round.
+        """Return the mean over the workers, of their parameters unless given, weighted by the samples of this round.
 
         `part`: only of these parameters; the others are returned as given. `equally`: every worker counts alike. All
         workers must await it at the same place, once or more in each round.
+        """
+
+    async def mix(self, row: Callable[[int, int], Sequence[float]]) -> ModelVector:
+        """Return a weighted sum of the workers' parameters, as they were before this round's steps.
+
+        `row(i, n)` returns the n weights that the i-th of n workers gives to all of them; those of 0 are not read. The
+        batches of this round count when the next one is mixed, and one more round without batches follows the last.
         """
 
     async def mean_of_optimizers(self) -> None:
@@ -276,6 +295,10 @@ class Models(Protocol):
     @property
     def is_last(self) -> bool:
         """Return True if no data is left after this round."""
+
+    @property
+    def is_over(self) -> bool:
+        """Return True if no data is left for this round: it is one more, for a last mean."""
 
     @property
     def progress(self) -> float:

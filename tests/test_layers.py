@@ -40,7 +40,7 @@ LAYERS = {
     "rounds": Layer("rounds", may_import="contracts"),
     "collectives": Layer("collectives", may_import="contracts"),
     # The algorithms: they know what to send, never how it travels.
-    "strategies": Layer("strategies optimizer_settings", may_import="contracts rules full_batch"),
+    "strategies": Layer("strategies optimizer_settings", may_import="contracts rules full_batch collectives"),
     # State machines without I/O.
     "nodes": Layer("server worker coordinator", may_import="contracts model rules rounds tasks"),
     "execution": Layer("model_parallel.execution", may_import="contracts model graphs nodes"),

@@ -155,10 +155,10 @@ class ByUpdates(Averaging):
     async def run(self, worker: Worker) -> None:
         models, optimizer = worker.models, worker.optimizer(self.spec(), self.schedule())
         while await models.begin():
-            start = models.weights()
+            start = worker.params.copy()
             for batch in models.batches(self.period):
                 optimizer.step(await worker.gradient(batch))
-            models.replace(start + await models.mean(models.weights() - start))
+            worker.params.replace(start + await models.mean(worker.params.copy() - start))
 
 
 def exchanged(strategy: Strategy, folder: Path) -> int:
@@ -421,3 +421,18 @@ def test_a_killed_process_loses_its_steps_since_the_last_mean_and_no_batch(tmp_p
     assert (result.accounting.applied, result.accounting.lost) == (24, 0)
     values = sorted(round(value, 3) for value in weights(result).tolist())
     assert values == [0.333] * 12 + [0.5] * 12  # two rounds of three workers, then rounds of two
+
+
+class TooEarly(Averaging):
+    """Takes the mean before the batches are processed."""
+
+    async def run(self, worker: Worker) -> None:
+        worker.optimizer(self.spec(), self.schedule())
+        while await worker.models.begin():
+            worker.models.batches(1)
+            await worker.models.mean()
+
+
+def test_a_mean_before_the_steps_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(rainband.errors.RainbandError, match="process the batches of a round before its first"):
+        fitted(TASK, TooEarly(), tmp_path)

@@ -71,6 +71,7 @@ class RoundMember:
         self.all_skipped = False  # nobody contributed tensors to the last round
         self.slot = 0  # of the next contribution
         self.left_out = 0  # samples of earlier rounds that are to count as skipped
+        self.sources = -1  # see `Header`
         self._new_round()
         self.speeds: deque[float] = deque(maxlen=SPEEDS)
 
@@ -217,16 +218,24 @@ class RoundMember:
     # ---- exchanges -------------------------------------------------------------------------------------------------
 
     def mean(
-        self, tensors: list[Tensor | None], weight: float | None, numbers: Sequence[float], scalars: Sequence[float]
+        self,
+        tensors: list[Tensor | None],
+        weight: float | None,
+        numbers: Sequence[float],
+        scalars: Sequence[float],
+        row: Callable[[Sequence[int]], Sequence[float]] | None = None,
     ) -> Waiting:
-        """Average tensors over the members, in place."""
+        """Average tensors over the members, in place; `row` returns other weights for the ranks that contribute."""
         if not self.is_in:
             return Outcome(False)
         if not self.missing:
             self._cut_whole()
         if not self.k and self.part.weight:
             self.speeds.append(len(self.part.samples) / max(1e-9, self.clock() - self.began_at))
+        if row is not None:
+            self.sources = sum(w > 0 for w in row([m.rank for m in self.view.members])) - 1
         headers: Headers | None = yield from self._exchange("mean", tensors, weight, numbers, scalars)
+        self.sources = -1
         if headers is None:
             return Outcome(False)
         self.has_published = True
@@ -236,14 +245,15 @@ class RoundMember:
             return Outcome(False)  # it has missed a step, and would mix its old parameters with new gradients
         given = [q for q in sorted(good) if headers[q].kind == "mean"]
         target = position(self.view.where, self.k)
+        weights = [headers[q].weight for q in given] if row is None else row(given)
         contributions = [
             Contribution(
                 q,
-                headers[q].weight,
+                weight_of_q,
                 int.from_bytes(headers[q].present, "little"),
                 self.board.tensors(q, self._slot_of(q, target)),
             )
-            for q in given
+            for q, weight_of_q in zip(given, weights, strict=True)
         ]
         yield None
         total = average(tensors, self.rank, contributions)
@@ -338,6 +348,7 @@ class RoundMember:
             present=mask_of(tensors).to_bytes(-(-len(tensors) // 8), "little"),
             numbers=tuple(numbers),
             scalars=tuple(scalars),
+            sources=self.sources,
         )
 
     def _compares(self, kind: Kind) -> bool:

@@ -93,6 +93,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     present: bytes = b""  # bit mask of tensors with a value
     numbers: tuple[float, ...] = ()
     scalars: tuple[float, ...] = ()
+    sources: int = -1  # members whose tensors it reads, without its own; -1: all
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from rainband.model.gradient import Gradient
     from rainband.worker.worker import ModuleWorker
 
+Row = Callable[[Sequence[int]], Sequence[float]]
 LOSS, DONE, SKIPPED, DISTANCE = range(4)  # the numbers that a worker publishes with its model
 
 
@@ -47,6 +49,7 @@ class OpenRound:
         self.samples = 0
         self.loss_sum = 0.0
         self.has_mean = False
+        self.is_mixed = False  # models were published before the steps of this round
         self.num_vectors = 0  # of the optimizers' states, that are averaged
 
     @property
@@ -64,6 +67,8 @@ class ModelRounds(WorkerRounds):
         self.loss = math.nan
         self.next = 0  # number of the first batch that no worker has been given
         self.lost: list[int] = []  # numbers of batches that must be repeated
+        self.pending: dict[int, list[int]] = {}  # rank -> numbers of batches that it has not published with its model
+        self.is_over = False  # no batch was left for the open round
         self.distance = math.nan  # squared, of this worker's model from the last mean
         self.open: OpenRound | None = None
 
@@ -82,11 +87,14 @@ class ModelRounds(WorkerRounds):
         """End the round before, and begin the next one; False: all data is processed, or the run stops."""
         self.close()
         where = await self.through(self.member.begin(0))
-        if where.epoch or self.stops or self.is_last:
+        if where.epoch or self.stops or (self.is_last and not self.pending):
             await self.leave()
             return False
         self.member.cut(())  # the batches are counted here
-        self.open = OpenRound(self.weights(), dict(self.shared))
+        self.open = OpenRound(self.worker.params.copy(), dict(self.shared))
+        self.is_over = self.is_last
+        if self.is_over:
+            self._assign(0)
         return True
 
     def batches(self, number: int) -> Iterator[Batch]:
@@ -112,6 +120,10 @@ class ModelRounds(WorkerRounds):
                 return
             yield batch_at(self.plan, number)
 
+    @property
+    def _is_stopping(self) -> bool:
+        return self.stops or self.worker.client.stopping
+
     def processed(self, gradient: Gradient, skip: str = "") -> None:
         """Note that this worker's optimizer has applied the gradient of a batch, or skipped it."""
         self.round.tried += 1
@@ -124,40 +136,52 @@ class ModelRounds(WorkerRounds):
 
     # ---- means -----------------------------------------------------------------------------------------------------
 
-    def weights(self) -> ModelVector:
-        return ModelVector([parameter.detach() for parameter in self.worker.flat.parameters]).copy()
-
-    @torch.no_grad()
-    def replace(self, weights: ModelVector) -> None:
-        for parameter, tensor in zip(self.worker.flat.parameters, weights.tensors, strict=True):
-            parameter.copy_(tensor)
-
     async def mean(
         self, weights: ModelVector | None = None, part: range | None = None, equally: bool = False
     ) -> ModelVector:
         """Return the mean over the members of the round; this worker's own weights if it was left out."""
-        weights = self.weights() if weights is None else weights
+        weights = self.worker.params.copy() if weights is None else weights
         first = not self.round.has_mean
         outcome, mean = await self._average(weights, 1.0 if equally else float(self.round.samples), part)
+        self._take(outcome, weights, mean, first)
+        return mean
+
+    async def mix(self, row: Callable[[int, int], Sequence[float]]) -> ModelVector:
+        """Return a weighted sum of the members' models; this worker's own if it was left out."""
+        weights, first = self.worker.params.copy(), not self.round.has_mean
+        self.round.is_mixed |= first
+
+        def row_of(ranks: Sequence[int]) -> Sequence[float]:
+            return row(ranks.index(self.member.rank), len(ranks))
+
+        outcome, mixed = await self._average(weights, 1.0, row=row_of)
+        self._take(outcome, weights, mixed, first)
+        return mixed
+
+    def _take(self, outcome: Outcome, weights: ModelVector, mean: ModelVector, first: bool) -> None:
+        """Note the result of an exchange, if it is the first one of this round."""
         if outcome.took_part and first:
             self.round.has_mean = True
             self._note(outcome)
             self.distance = (weights - mean).square()
-        return mean
 
     async def _average(
-        self, weights: ModelVector, weight: float, part: range | None = None
+        self, weights: ModelVector, weight: float, part: range | None = None, row: Row | None = None
     ) -> tuple[Outcome, ModelVector]:
         copies = weights.copy().tensors
         number, first = len(copies), not self.round.has_mean
+        if first and self.round.assigned.get(self.member.rank) and not self.round.tried and not self._is_stopping:
+            raise ValueError("process the batches of a round before its first mean: they count with it.")
         tensors: list[Tensor | None] = [t if part is None or i in part else None for i, t in enumerate(copies)]
         tensors += self.buffers.changes() if first else [None] * len(self.buffers.common)
         optimizer = self.worker.local_optimizer
         vectors = 0 if optimizer is None else len(optimizer.state_vectors())
-        numbers = (float(self.stops or self.worker.client.stopping), float(vectors))
+        numbers = (float(self._is_stopping), float(vectors))
         scalars = (self.round.loss, self.round.tried, self.round.not_finite, self.distance)
-        self.worker.client.stats.sent_bytes += sum(tensor.nbytes for tensor in tensors if tensor is not None)
-        outcome: Outcome = await self.through(self.member.mean(tensors, weight, numbers, scalars))
+        readers = 1 if row is None else sum(weight > 0 for weight in row(self.members)) - 1
+        size = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        self.worker.client.stats.sent_bytes += readers * size
+        outcome: Outcome = await self.through(self.member.mean(tensors, weight, numbers, scalars, row))
         if not outcome.took_part:
             return outcome, weights
         if first:
@@ -194,21 +218,34 @@ class ModelRounds(WorkerRounds):
         if ended is None:
             return
         before, headers = self.done, self.member.averaged if ended.has_mean else {}
-        good = up_to_date(headers)
+        good = {rank for rank in up_to_date(headers) if headers[rank].kind == "mean"}
         for rank, numbers in ended.assigned.items():
-            done = int(headers[rank].scalars[DONE]) if rank in good and headers[rank].kind == "mean" else 0
-            self.done += done
-            self.lost.extend(numbers[done:])
-            if done and headers[rank].scalars[SKIPPED]:
-                self.skipped[NOT_FINITE] += int(headers[rank].scalars[SKIPPED])
+            self._count(rank, numbers, headers[rank].scalars if rank in good else (), ended)
+        for rank in self.pending.keys() - ended.assigned.keys():
+            self.lost.extend(self.pending.pop(rank))
         if ended.has_mean:
             self.member.stepped()
         else:
             self.shared = ended.shared
-            self.replace(ended.start)
+            self.worker.params.replace(ended.start)
         size = self.plan.portion_batches
         if self.member.is_in and self.is_first and (self.done // size != before // size or self.is_last):
             self.tell()
+
+    def _count(self, rank: int, numbers: Sequence[int], published: Sequence[float], ended: OpenRound) -> None:
+        """Count the batches that a member has published with its model; those of one that has not are lost."""
+        if not published:
+            keeps = rank == self.member.rank and not ended.has_mean  # it goes on with the model of its last round
+            self.lost.extend(numbers if keeps else [*self.pending.pop(rank, ()), *numbers])
+            return
+        tried = int(published[DONE])
+        done = [*self.pending.pop(rank, ()), *([] if ended.is_mixed else numbers[:tried])]
+        if ended.is_mixed and tried:
+            self.pending[rank] = list(numbers[:tried])
+        self.done += len(done)
+        self.lost.extend(numbers[tried:])
+        if published[SKIPPED]:
+            self.skipped[NOT_FINITE] += int(published[SKIPPED])
 
     @property
     def is_last(self) -> bool:
@@ -221,7 +258,7 @@ class ModelRounds(WorkerRounds):
         return self.done / self.plan.num_batches
 
     def first_open(self) -> int:
-        return min([*self.lost, self.next, self.plan.num_batches - 1])
+        return min([*self.lost, *chain.from_iterable(self.pending.values()), self.next, self.plan.num_batches - 1])
 
 
 class ModelState:
@@ -244,6 +281,7 @@ class ModelState:
             "loss": rounds.loss,
             "next": rounds.next,
             "lost": list(rounds.lost),
+            "pending": {str(rank): numbers for rank, numbers in rounds.pending.items()},
             "done": rounds.done,
             "skipped": dict(rounds.skipped),
             "stops": rounds.stops,
@@ -264,6 +302,7 @@ class ModelState:
             "numbers"
         ]
         rounds.loss, rounds.next, rounds.lost = state["loss"], state["next"], list(state["lost"])
+        rounds.pending = {int(rank): list(numbers) for rank, numbers in state["pending"].items()}
         rounds.done, rounds.skipped, rounds.stops = state["done"], Counter(state["skipped"]), state["stops"]
 
     def fingerprint(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import xxhash
 from rainband.model.block_optimizer import build
 from rainband.model.flat_parameters import Flat
 from rainband.model.gradient import Gradient
+from rainband.model.model_vector import ModelVector
 from rainband.model.seeds import seed_global_generators
 from rainband.protocol.accepted_set import AcceptedSet
 from rainband.protocol.accounting import NOT_FINITE, SkipReasons
@@ -80,6 +81,14 @@ class WorkerParameters:
             self.flat.add_(gradient.tensors, -lr)
         if self.observer is not None:
             self.observer.ended("step")
+
+    def copy(self) -> ModelVector:
+        return ModelVector([parameter.detach() for parameter in self.flat.parameters]).copy()
+
+    @torch.no_grad()
+    def replace(self, vector: ModelVector) -> None:
+        for parameter, tensor in zip(self.flat.parameters, vector.tensors, strict=True):
+            parameter.copy_(tensor)
 
 
 class ModuleWorker:
@@ -205,11 +214,13 @@ class ModuleWorker:
         if stats.steps == 1:
             self.client.tell(stats.heartbeat())  # at once: users wait for the first progress
 
-    def optimizer(self, spec: OptimizerSpec, schedule: Schedule) -> WorkerOptimizer:
+    def optimizer(self, spec: OptimizerSpec, schedule: Schedule, counts: bool = True) -> WorkerOptimizer:
         make = own_optimizer(self.task)
         optimizer = self.local_optimizer = (
             WorkerOptimizer(self, spec, schedule) if make is None else TaskOptimizer(self, make(self._parameters()))
         )
+        if not counts:
+            optimizer.accounting = None
         self.accounting = optimizer.accounting
         return optimizer
 
@@ -224,6 +235,9 @@ class ModuleWorker:
         for spec, parameter in zip(self.flat.layout.parameters, self.flat.parameters, strict=True):
             groups[spec.group]["params"].append(parameter)
         return [group for group in groups if group["params"]]
+
+    def change(self, vector: ModelVector, batches: Sequence[Batch], samples: int) -> Gradient:
+        return Gradient(list(vector.tensors), tuple(batches), samples, 0.0)
 
     def stage(self, spec: OptimizerSpec, schedule: Schedule, how: StageVersions) -> PipelineStage:
         raise ValueError("this worker computes the whole model: a pipeline needs stages, for example --stages 2.")

@@ -50,6 +50,9 @@ def with_servers(name: str) -> Strategy:
 
 WITH_SERVERS = [name for name in strategy_names() if with_servers(name).server(1) is not None and name not in LED]
 every_strategy_with_servers = pytest.mark.parametrize("name", WITH_SERVERS)
+# Others push changes of models: tests/test_neighbors.py has their laws.
+PUSHING_GRADIENTS = [name for name in WITH_SERVERS if with_servers(name).requires.optimizer == "servers"]
+every_strategy_that_pushes_gradients = pytest.mark.parametrize("name", PUSHING_GRADIENTS)
 
 
 AS_LEDGER: dict[str, Callable[[], Strategy]] = {"soft_sync": lambda: Softly(n=1)}
@@ -97,7 +100,7 @@ def has_the_parts_it_requires(strategy: Strategy) -> None:
     requires = strategy.requires
     assert (strategy.server(2) is not None) == requires.servers
     assert (type(strategy).coordinate is not Strategy.coordinate) == requires.coordinated
-    assert (requires.optimizer == "workers") != requires.servers
+    assert requires.servers or requires.optimizer == "workers"
     if (part := strategy.server(2)) is not None:
         assert (part.rule().reads == "round") == (requires.waits == "rounds")
         assert (part.rule().reads == "any") == (requires.replay_obstacle() == "")
@@ -154,7 +157,7 @@ def test_its_optimizer_can_run_block_by_block(name: str) -> None:
 # ---- it runs ----
 
 
-@every_strategy_with_servers
+@every_strategy_that_pushes_gradients
 @pytest.mark.parametrize("direct", [False, True], ids=["asked", "in place"])
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 def test_it_runs_to_the_end_and_every_batch_counts_once(name: str, num_workers: int, direct: bool) -> None:
@@ -164,13 +167,13 @@ def test_it_runs_to_the_end_and_every_batch_counts_once(name: str, num_workers: 
         assert accounting is not None and accounting.applied == accounting.batches == 16
 
 
-@every_strategy_with_servers
+@every_strategy_that_pushes_gradients
 def test_a_worker_may_die(name: str) -> None:
     for seed in range(6):
         run(seed, Case(exact(name), num_workers=3, num_servers=2), Faults(kills=1, restarts=seed % 2))
 
 
-@every_strategy_with_servers
+@every_strategy_that_pushes_gradients
 def test_it_can_be_stopped(name: str) -> None:
     for seed in range(6):
         run(seed, Case(exact(name), num_workers=2, num_servers=2), Faults(stop=True))

@@ -69,7 +69,7 @@ class NoGradient(Gradient):
 class TimedWorker(ModuleWorker):
     """A worker without a model."""
 
-    def optimizer(self, spec: OptimizerSpec, schedule: Schedule) -> NoOptimizer:  # type: ignore[override]
+    def optimizer(self, spec: OptimizerSpec, schedule: Schedule, counts: bool = True) -> NoOptimizer:  # type: ignore[override]
         return NoOptimizer(self)
 
 

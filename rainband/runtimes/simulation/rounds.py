@@ -5,9 +5,10 @@ others, receives theirs, and does the same with the sums:
 
     seconds = 2 * (latency + (n - 1) / n * bytes / bandwidth)
 
-after the last member has begun it. On one machine (`shared_memory`) a member copies its tensors, and reads those of the
-others. A state that is given to others takes latency + bytes / bandwidth, once for all of them. Jitter, and messages
-of others on the same network cards, are left out. The optimizer's step is part of the time of a gradient.
+after the last member has begun it. A member that reads the tensors of d neighbors only takes latency + d bytes /
+bandwidth. On one machine (`shared_memory`) a member copies its tensors, and reads those of the others. A state that is
+given to others takes latency + bytes / bandwidth, once for all of them. Jitter, and messages of others on the same
+network cards, are left out. The optimizer's step is part of the time of a gradient.
 """
 
 from __future__ import annotations
@@ -42,6 +43,14 @@ def exchange_s(model: ClusterModel, num_bytes: int, members: int) -> float:
         latency_s += network.uplink_latency_s
         bytes_per_s = min(bytes_per_s, network.uplink_bytes_per_s / network.rack_size)
     return 2 * (latency_s + (members - 1) / members * num_bytes / bytes_per_s)
+
+
+def mixing_s(model: ClusterModel, num_bytes: int, sources: int) -> float:
+    """Return the seconds in which a member gives its tensors to some others, and receives theirs."""
+    nodes, network = model.nodes, model.network
+    if nodes.shared_memory:
+        return num_bytes / nodes.push_bytes_per_s + sources * num_bytes / nodes.pull_bytes_per_s
+    return network.latency_s + sources * num_bytes / network.bytes_per_s if sources else 0.0
 
 
 class SimulatedRounds:
@@ -130,8 +139,16 @@ class SimulatedBoard(LocalBoard):
         self.own.headers[slot] = header
         self.own.published[slot] = position
         model, members = self.rounds.cluster.model, self.rounds.members()
-        num_bytes = self.rounds.num_bytes if header.kind == "mean" else 0
-        self._send(position, exchange_s(model, num_bytes, members))
+        num_bytes = self._num_bytes(slot, header) if header.kind == "mean" else 0
+        exchanges = exchange_s(model, num_bytes, members)
+        self._send(position, exchanges if header.sources < 0 else mixing_s(model, num_bytes, header.sources))
+
+    def _num_bytes(self, slot: int, header: Header) -> int:
+        """Return the bytes of the tensors that have a value."""
+        sizes = [tensor.nbytes for tensor in self.tensors(self.rank, slot)]
+        present = int.from_bytes(header.present, "little")
+        given = sum(size for i, size in enumerate(sizes) if present >> i & 1)
+        return self.rounds.num_bytes if not sizes else round(self.rounds.num_bytes * given / max(1, sum(sizes)))
 
     def _send(self, value: int, seconds: float) -> None:
         """Let others see a position after some seconds, in which this node is busy, too."""

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Seque
 from typing import TYPE_CHECKING, Any
 
 from rainband.model.gradient import Gradient
+from rainband.model.model_vector import ModelVector
 from rainband.protocol.accounting import NOT_FINITE
 from rainband.protocol.steps import Steps
 from rainband.runtimes.processes.drive import drive_until
@@ -15,7 +16,7 @@ from rainband.worker.lifecycle import live
 from rainband.worker.pulls import PullHandle
 from rainband.worker.pushes import PushHandle
 from rainband.worker.work_items import StillNeeded
-from rainband.worker.worker import LocalAccounting, buffers_of
+from rainband.worker.worker import LocalAccounting, WorkerParameters, buffers_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -112,12 +113,15 @@ class LoopWorker:
     def models(self) -> Models:
         raise ValueError("models of workers are not exchanged in a custom training loop.")
 
-    def optimizer(self, spec: OptimizerSpec, schedule: Schedule) -> UsersOptimizer:
+    def optimizer(self, spec: OptimizerSpec, schedule: Schedule, counts: bool = True) -> UsersOptimizer:
         """Return the user's optimizer instead of the strategy's choice."""
         return UsersOptimizer(self)
 
     def still_needed(self, work_item: WorkItem) -> StillNeeded:
         return self.client.still_needed(work_item)
+
+    def change(self, vector: ModelVector, batches: Sequence[Batch], samples: int) -> Gradient:
+        return Gradient(list(vector.tensors), tuple(batches), samples, 0.0)
 
     def stage(self, spec: OptimizerSpec, schedule: Schedule, how: StageVersions) -> PipelineStage:
         raise ValueError(
@@ -153,11 +157,11 @@ def _is_not_empty(gradient: Gradient) -> bool:
     return bool(gradient.batches) or any(tensor is not None for tensor in gradient.tensors)
 
 
-class LoopParameters:
+class LoopParameters(WorkerParameters):
     """The worker's copy of the parameters; its local steps follow the user's learning rates."""
 
     def __init__(self, client: Client, rates: Callable[[], Sequence[float]]) -> None:
-        self.flat = client.flat
+        super().__init__(client.flat)
         self.rates = rates  # the current one of each parameter group
         self.first_rate = rates()[0]
 

@@ -25,7 +25,7 @@ from typing import Literal
 
 from rainband import advice
 from rainband.optimizer_settings import OptimizerSettings
-from rainband.strategy import Cluster, Requirements, Strategy, Worker
+from rainband.strategy import LOCAL_STEPS, Cluster, Requirements, Strategy, Worker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,16 +43,14 @@ class Averaging(OptimizerSettings, Strategy):
 
     @property
     def requires(self) -> Requirements:
-        return Requirements(
-            servers=False, optimizer="workers", waits="rounds", local_steps=True, whole_model=True, custom_loop=False
-        )
+        return LOCAL_STEPS
 
     async def run(self, worker: Worker) -> None:
         models, optimizer = worker.models, worker.optimizer(self.spec(), self.schedule())
         while await models.begin():
             for batch in models.batches(self.period):
                 optimizer.step(await worker.gradient(batch))
-            models.replace(await models.mean())
+            worker.params.replace(await models.mean())
             if self.state == "average":
                 await models.mean_of_optimizers()
 

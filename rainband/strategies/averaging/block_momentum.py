@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from rainband import advice
 from rainband.optimizer_settings import OptimizerSettings
-from rainband.strategy import Cluster, Requirements, Strategy, Worker
+from rainband.strategy import LOCAL_STEPS, Cluster, Requirements, Strategy, Worker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,15 +47,13 @@ class BlockMomentum(OptimizerSettings, Strategy):
 
     @property
     def requires(self) -> Requirements:
-        return Requirements(
-            servers=False, optimizer="workers", waits="rounds", local_steps=True, whole_model=True, custom_loop=False
-        )
+        return LOCAL_STEPS
 
     async def run(self, worker: Worker) -> None:
         models, optimizer = worker.models, worker.optimizer(self.spec(), self.schedule())
         shared = models.shared
         while await models.begin():
-            shared, start = models.shared, models.weights()
+            shared, start = models.shared, worker.params.copy()
             model, change = shared.get("model", start), shared.get("change", start * 0.0)
             for batch in models.batches(self.period):
                 optimizer.step(await worker.gradient(batch))
@@ -63,9 +61,9 @@ class BlockMomentum(OptimizerSettings, Strategy):
             change = eta * change + self.block_lr * (await models.mean() - start)
             model = model + change
             shared["model"], shared["change"] = model, change
-            models.replace(model + eta * change if self.nesterov else model)
+            worker.params.replace(model + eta * change if self.nesterov else model)
         if "model" in shared:
-            models.replace(shared["model"])
+            worker.params.replace(shared["model"])
 
     def advice(self, cluster: Cluster) -> list[str]:
         return advice.of_waiting(cluster, how="at each mean")

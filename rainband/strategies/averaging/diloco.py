@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from rainband import advice
 from rainband.optimizer_settings import OptimizerSettings
-from rainband.strategy import Cluster, Requirements, Strategy, Worker
+from rainband.strategy import LOCAL_STEPS, Cluster, Requirements, Strategy, Worker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,26 +48,24 @@ class Diloco(OptimizerSettings, Strategy):
 
     @property
     def requires(self) -> Requirements:
-        return Requirements(
-            servers=False, optimizer="workers", waits="rounds", local_steps=True, whole_model=True, custom_loop=False
-        )
+        return LOCAL_STEPS
 
     async def run(self, worker: Worker) -> None:
         models, optimizer = worker.models, worker.optimizer(self.spec(), self.schedule())
         while await models.begin():
-            shared, start = models.shared, models.weights()
+            shared, start = models.shared, worker.params.copy()
             model, momentum = shared.get("model", start), shared.get("momentum", start * 0.0)
             turn = int(shared.get("turn", 0))
             for batch in models.batches(self.period // self.fragments):
                 optimizer.step(await worker.gradient(batch))
             part = range(len(model)) if models.is_last else self.fragment(turn, len(model))
-            own = models.weights()
+            own = worker.params.copy()
             gradient = model.part(part) - (await models.mean(own, part)).part(part)
             moved = self.outer_momentum * momentum.part(part) + gradient
             stepped = model.part(part) - self.outer_lr * (gradient + self.outer_momentum * moved)
             shared["model"], shared["momentum"] = model.with_part(part, stepped), momentum.with_part(part, moved)
             shared["turn"] = (turn + 1) % self.fragments
-            models.replace(own.with_part(part, stepped))
+            worker.params.replace(own.with_part(part, stepped))
 
     def fragment(self, turn: int, num_parameters: int) -> range:
         """Return the parameters that are exchanged in this turn."""

@@ -19,7 +19,7 @@ import sys
 from dataclasses import dataclass
 
 from rainband.optimizer_settings import OptimizerSettings
-from rainband.strategy import Requirements, Strategy, Worker
+from rainband.strategy import LOCAL_STEPS, Requirements, Strategy, Worker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +32,11 @@ class OneShot(OptimizerSettings, Strategy):
 
     @property
     def requires(self) -> Requirements:
-        return Requirements(
-            servers=False, optimizer="workers", waits="rounds", local_steps=True, whole_model=True, custom_loop=False
-        )
+        return LOCAL_STEPS
 
     async def run(self, worker: Worker) -> None:
         models, optimizer = worker.models, worker.optimizer(self.spec(), self.schedule())
         while await models.begin():
             for batch in models.batches(sys.maxsize):
                 optimizer.step(await worker.gradient(batch))
-            models.replace(await models.mean())
+            worker.params.replace(await models.mean())

@@ -1,0 +1,1 @@
+"""Strategies whose workers exchange models with a few others."""
