@@ -99,7 +99,7 @@ def test_a_wrong_mixing_matrix_is_refused(matrix: Any, told: str) -> None:
 
 @pytest.mark.parametrize("graph", NAMES)
 def test_the_mean_of_the_models_moves_by_the_mean_step(graph: str, tmp_path: Path) -> None:
-    """With a linear loss, each batch moves its own number by 1, on one of 4 workers: by 1/4 in the mean model."""
+    """With a linear loss, each batch moves its own number by 1 on one of 4 workers: the mean model by 1/4."""
     result = fitted(OneHot(24), Gossip(graph=graph, lr=1.0), tmp_path)
     torch.testing.assert_close(weights(result), torch.full((24,), 0.25, dtype=torch.float64))
 

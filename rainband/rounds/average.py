@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+Floats = Sequence[float]
+# From ranks to the weights that a member gives to them; None: those that the ranks have given.
+Row = Callable[[Sequence[int]], Floats] | None
 
 
 class Contribution(NamedTuple):
@@ -16,6 +20,14 @@ class Contribution(NamedTuple):
     weight: float
     present: int  # bit mask of the tensors that have a value
     tensors: Sequence[Tensor]
+
+
+def given_by(
+    ranks: Sequence[int], weights: Floats, masks: Sequence[bytes], areas: Sequence[Sequence[Tensor]]
+) -> list[Contribution]:
+    """Return the contributions of these ranks."""
+    rows = zip(ranks, weights, masks, areas, strict=True)
+    return [Contribution(rank, weight, int.from_bytes(mask, "little"), area) for rank, weight, mask, area in rows]
 
 
 def mask_of(tensors: Sequence[Tensor | None]) -> int:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rainband.errors import StateLost
-from rainband.rounds.average import Contribution, average, mask_of
+from rainband.rounds.average import Floats, Row, average, given_by, mask_of
 from rainband.rounds.board import Asking, Board, Condition, RoundEntry
 from rainband.rounds.cut import MIN_SAMPLES, part_sizes
 from rainband.rounds.exchange import Outcome, Part, RoundId, StateHolder
@@ -218,12 +218,7 @@ class RoundMember:
     # ---- exchanges -------------------------------------------------------------------------------------------------
 
     def mean(
-        self,
-        tensors: list[Tensor | None],
-        weight: float | None,
-        numbers: Sequence[float],
-        scalars: Sequence[float],
-        row: Callable[[Sequence[int]], Sequence[float]] | None = None,
+        self, tensors: list[Tensor | None], weight: float | None, numbers: Floats, scalars: Floats, row: Row = None
     ) -> Waiting:
         """Average tensors over the members, in place; `row` returns other weights for the ranks that contribute."""
         if not self.is_in:
@@ -232,10 +227,8 @@ class RoundMember:
             self._cut_whole()
         if not self.k and self.part.weight:
             self.speeds.append(len(self.part.samples) / max(1e-9, self.clock() - self.began_at))
-        if row is not None:
-            self.sources = sum(w > 0 for w in row([m.rank for m in self.view.members])) - 1
+        self.sources = -1 if row is None else sum(w > 0 for w in row([m.rank for m in self.view.members])) - 1
         headers: Headers | None = yield from self._exchange("mean", tensors, weight, numbers, scalars)
-        self.sources = -1
         if headers is None:
             return Outcome(False)
         self.has_published = True
@@ -246,15 +239,8 @@ class RoundMember:
         given = [q for q in sorted(good) if headers[q].kind == "mean"]
         target = position(self.view.where, self.k)
         weights = [headers[q].weight for q in given] if row is None else row(given)
-        contributions = [
-            Contribution(
-                q,
-                weight_of_q,
-                int.from_bytes(headers[q].present, "little"),
-                self.board.tensors(q, self._slot_of(q, target)),
-            )
-            for q, weight_of_q in zip(given, weights, strict=True)
-        ]
+        areas = [self.board.tensors(q, self._slot_of(q, target)) for q in given]
+        contributions = given_by(given, weights, [headers[q].present for q in given], areas)
         yield None
         total = average(tensors, self.rank, contributions)
         yield None

@@ -22,6 +22,7 @@ from torch import Tensor
 from rainband.model.containers import marked, restored
 from rainband.model.model_vector import ModelVector
 from rainband.protocol.accounting import NOT_FINITE
+from rainband.rounds.average import Row
 from rainband.rounds.board import Board
 from rainband.rounds.exchange import Outcome
 from rainband.rounds.member import RoundMember
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from rainband.model.gradient import Gradient
     from rainband.worker.worker import ModuleWorker
 
-Row = Callable[[Sequence[int]], Sequence[float]]
 LOSS, DONE, SKIPPED, DISTANCE = range(4)  # the numbers that a worker publishes with its model
 
 
@@ -159,14 +159,20 @@ class ModelRounds(WorkerRounds):
         return mixed
 
     def _take(self, outcome: Outcome, weights: ModelVector, mean: ModelVector, first: bool) -> None:
-        """Note the result of an exchange, if it is the first one of this round."""
-        if outcome.took_part and first:
-            self.round.has_mean = True
-            self._note(outcome)
-            self.distance = (weights - mean).square()
+        """Take what all members have published in the first exchange of this round."""
+        if not outcome.took_part or not first:
+            return
+        self.round.has_mean = True
+        # Numbers of one worker: all stop after the same round, and average as many vectors of their optimizers.
+        self.stops, self.round.num_vectors = bool(outcome.numbers[0]), int(outcome.numbers[1])
+        if outcome.weight:
+            self.loss = outcome.scalars[LOSS]
+        if outcome.scalars[DISTANCE] >= 0:
+            self.worker.client.stats.disagreement = math.sqrt(outcome.scalars[DISTANCE])
+        self.distance = (weights - mean).square()
 
     async def _average(
-        self, weights: ModelVector, weight: float, part: range | None = None, row: Row | None = None
+        self, weights: ModelVector, weight: float, part: range | None = None, row: Row = None
     ) -> tuple[Outcome, ModelVector]:
         copies = weights.copy().tensors
         number, first = len(copies), not self.round.has_mean
@@ -187,15 +193,6 @@ class ModelRounds(WorkerRounds):
         if first:
             self.buffers.add(tensors[number:])
         return outcome, ModelVector([own if t is None else t for own, t in zip(copies, tensors, strict=False)])
-
-    def _note(self, outcome: Outcome) -> None:
-        """Take what all members have published with their models."""
-        # Those of one worker: all stop after the same round, and average as many vectors of their optimizers.
-        self.stops, self.round.num_vectors = bool(outcome.numbers[0]), int(outcome.numbers[1])
-        if outcome.weight:
-            self.loss = outcome.scalars[LOSS]
-        if outcome.scalars[DISTANCE] >= 0:
-            self.worker.client.stats.disagreement = math.sqrt(outcome.scalars[DISTANCE])
 
     async def mean_of_optimizers(self) -> None:
         """Average each vector of the optimizer's state over the members; step counts are equal already."""

@@ -50,10 +50,7 @@ class Elastic(OptimizerSettings, Strategy):
     def requires(self) -> Requirements:
         if self.synchronous:
             return LOCAL_STEPS
-        return Requirements(
-            optimizer="workers", batches_per_item=self.period, whole_model=True, custom_loop=False,
-            not_replayable="makes steps on the workers, which are not recorded",
-        )  # fmt: skip
+        return Requirements(optimizer="workers", batches_per_item=self.period, whole_model=True, custom_loop=False)
 
     async def run(self, worker: Worker) -> None:
         await (self._run_in_rounds(worker) if self.synchronous else self._run_with_servers(worker))
