@@ -92,6 +92,10 @@ class Doors:
     def door(self, number: int) -> Door:
         return Door(host=self.host, port=self.ports[number], certificate=self.certificate)
 
+    def of_server(self, index: int) -> Door | None:
+        """Return the door of a server of the run's own machine; None if servers are elsewhere."""
+        return self.door(index + 1) if index + 1 < len(self.socks) else None
+
     def close(self) -> None:
         for sock in self.socks:
             sock.close()
@@ -100,9 +104,12 @@ class Doors:
 class MachineHost:
     """Admits machines to a run, and passes on what they report about their processes."""
 
-    def __init__(self, config: RunConfig, run_id: bytes, secret: bytes, directory: Path) -> None:
+    def __init__(
+        self, config: RunConfig, run_id: bytes, secret: bytes, directory: Path, doors: Doors | None = None
+    ) -> None:
+        """`doors`: by default those at the address that the configuration names."""
         self.config = config
-        self.doors = Doors(config.listen, config.advertise, config.num_servers)
+        self.doors = doors or Doors(config.listen, config.advertise, config.num_servers)
         self.secret = secret
         self.directory = directory
         self.invitation = Invitation(
@@ -130,9 +137,11 @@ class MachineHost:
         return self.directory / FILE_NAME
 
     def begin(self, hub: Hub, host: CoordinatorHost, emit: Callable[[events.AnyEvent], None]) -> None:
-        """Listen, and write the invitation."""
+        """Listen, and write the invitation, if other machines are to join."""
         self.hub, self.host, self.emit = hub, host, emit
         hub.listen(self.doors.socks[0], self.doors.certificate)
+        if not self.config.listen:
+            return
         self.invitation.write(self.invitation_path)
         self.emit(
             events.Listening(

@@ -29,7 +29,7 @@ from rainband.runtimes.config import Job, RunConfig, encode_job
 from rainband.runtimes.coordinator_host import CoordinatorHost
 from rainband.runtimes.hogwild.server import HogwildServer
 from rainband.runtimes.machines.machine_host import MachineHost
-from rainband.runtimes.processes.zygote import Exited, SpawnFailed, Zygote
+from rainband.runtimes.processes.zygote import Exited, SpawnFailed, Starter, Zygote
 from rainband.runtimes.run import MODEL_FILE, Run, View
 from rainband.runtimes.run import RunResult as RunResult
 from rainband.runtimes.run_directory import OutputLog, calendar_time
@@ -99,11 +99,11 @@ class Launcher(Run):
         self.fds = fds
         self.output = OutputLog(self.directory) if capture else None
         # First, because its imports take the longest.
-        self.zygote = Zygote.start(SERVERS_NEED, self.output.file.fileno() if self.output else None)
+        self.zygote = self._start_zygote(self.output.file.fileno() if self.output else None)
         self.started_at = time.monotonic()
         self.run_id, secret = new_run_id(), new_secret()
         self.keys = role_keys(secret)
-        self.machines = MachineHost(config, self.run_id, secret, self.directory) if config.listen else None
+        self.machines = self._listen(secret)
         strategy = strategy or load_strategy(config.strategy, config.strategy_settings)
         self.strategy = strategy
         self.shares_batches = strategy.requires.split_batches
@@ -127,6 +127,14 @@ class Launcher(Run):
             why_fatal=self._why_fatal,
         )
         self.interrupts = 0
+
+    def _start_zygote(self, output: int | None) -> Starter:
+        """Start what starts the processes, which print into the file `output`."""
+        return Zygote.start(SERVERS_NEED, output)
+
+    def _listen(self, secret: bytes) -> MachineHost | None:
+        """Return what admits other machines; None: the run has one machine."""
+        return MachineHost(self.config, self.run_id, secret, self.directory) if self.config.listen else None
 
     def stop_soon(self) -> None:
         """Stop as after Ctrl-C: workers finish their current work items."""
@@ -178,12 +186,13 @@ class Launcher(Run):
         for index in self.settings.local_ranks:
             self._start(address, "worker", index, self.config.threads)
 
-    def _start(self, address: Address, role: str, index: int, threads: int | None) -> None:
-        door = self.machines.doors.door(index + 1) if self.machines is not None and role == "server" else None
+    def _start(self, address: Address, role: str, index: int, threads: int | None, incarnation: int = 0) -> None:
+        door = self.machines.doors.of_server(index) if self.machines is not None and role == "server" else None
         roles = ("worker",) if role == "worker" else ("worker", "server")
         job = Job(
             role=role,
             index=index,
+            incarnation=incarnation,
             run_id=self.run_id,
             keys={name: self.keys[name] for name in roles},
             machine=platform.node(),
@@ -199,7 +208,7 @@ class Launcher(Run):
         if self.machines is not None and door is not None:
             fds = [*fds, self.machines.doors.socks[index + 1].fileno()]
         token = self.zygote.spawn(self.entries[role], encode_job(job), title, fds=fds, threads=threads)
-        self.processes[token] = Peer(role, index)
+        self.processes[token] = Peer(role, index, incarnation)
 
     def _loop(self) -> None:
         tick_s = min(MAX_TICK_S, self.config.failure_timeout_s / 5)
@@ -212,7 +221,7 @@ class Launcher(Run):
                 self.hub.run_once(0.0)  # after a suspend: receive first, before deciding which node is late
                 ticked_at = time.monotonic()
                 self.host.tick()
-                self._fence_inactive()
+                self._look_after_workers()
                 self._show_output()
         self.hub.flush()
 
@@ -273,7 +282,7 @@ class Launcher(Run):
             if not readable_within(self.zygote, deadline - time.monotonic()):
                 break
             self._children()
-        self.host.lost(peer, self.causes.get(peer, "its connection closed"), for_good=peer in self.causes)
+        self.host.lost(peer, self.causes.get(peer, "its connection closed"), for_good=self._is_lost_for_good(peer))
 
     def _note_exits(self) -> list[Peer]:
         ended = []
@@ -291,11 +300,15 @@ class Launcher(Run):
     def _children(self) -> None:
         for peer in self._note_exits():
             if peer not in self.hub.peers:
-                self.host.lost(peer, self.causes[peer])
+                self.host.lost(peer, self.causes[peer], for_good=self._is_lost_for_good(peer))
 
-    def _fence_inactive(self) -> None:
+    def _is_lost_for_good(self, peer: Peer) -> bool:
+        """Return True if a node's process has ended and is not started again."""
+        return peer in self.causes
+
+    def _look_after_workers(self) -> None:
         """Exclude workers that send no heartbeats from rounds of split batches, so that nobody waits for them."""
-        if self.rounds is None:
+        if self.rounds is None or not isinstance(self.zygote, Zygote):
             return
         workers = self.coordinator.state.workers
         for token, peer in self.processes.items():

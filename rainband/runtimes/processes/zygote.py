@@ -17,6 +17,7 @@ import weakref
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Protocol
 
 import msgspec
 
@@ -94,6 +95,20 @@ Event = Started | Exited | SpawnFailed
 Command = Preload | Spawn | Signal | Close
 
 _event_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
+
+
+class Starter(Protocol):
+    """Starts the processes of a run: by forking a small process, or on the nodes of a cluster."""
+
+    def preload(self, modules: Sequence[str]) -> None: ...
+
+    def spawn(self, entry: str, job: bytes, title: str, fds: Sequence[int] = (), threads: int | None = None) -> int: ...
+
+    def fileno(self) -> int: ...
+
+    def events(self) -> list[Event]: ...
+
+    def close(self, grace_s: float) -> None: ...
 
 
 class Zygote:
