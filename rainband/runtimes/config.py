@@ -23,6 +23,22 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
     trace: bool = False  # write every message to trace.jsonl in the run's directory
 
 
+class RaySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of a run on a Ray cluster: runtime="ray"."""
+
+    address: str = ""  # of the cluster; none: that of RAY_ADDRESS, or Ray is started on this machine
+    max_workers: int | None = None  # workers that join as soon as the cluster has room; None: no more than num_workers
+    worker_resources: dict[str, float] = {}  # what Ray reserves for each worker; none: as many CPUs as it has threads
+    server_resources: dict[str, float] = {}  # none: one CPU
+    runtime_env: dict[str, Any] = {}  # of Ray: packages to install, variables of the environment
+
+    def worker_needs(self, threads: int) -> dict[str, float]:
+        return {"CPU": float(threads), **self.worker_resources}
+
+    def server_needs(self) -> dict[str, float]:
+        return {"CPU": 1.0, **self.server_resources}
+
+
 # size: one field for each option of a run, which config.json lists side by side
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One run: its task, its strategy and its options. It has no secrets."""
@@ -55,6 +71,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     record: bool = False  # record the order of pushes and pulls, so that the run can be repeated bit for bit
     message_cost: bool = False  # write processor times, for rainband calibrate
     sim: SimSettings = SimSettings()
+    ray: RaySettings = RaySettings()
     stage_plan: StagePlan | None = None  # how the workers of a replica share a model; None: each worker has all of it
 
     @property

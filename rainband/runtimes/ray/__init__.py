@@ -1,0 +1,1 @@
+"""The runtime `ray`: workers and servers on the nodes of a Ray cluster. Only functions here import Ray."""

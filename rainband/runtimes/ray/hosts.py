@@ -1,0 +1,256 @@
+"""Starts the processes of a run on the nodes of a Ray cluster: the launcher's side of the actors.
+
+It has the functions of a fork server (`Starter`): a process is started with its job, and its end is an event.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+import msgspec
+
+from rainband.runtimes.config import decode_job
+from rainband.runtimes.processes.zygote import Event, Exited, SpawnFailed
+from rainband.runtimes.ray.cluster import Resources, actor_options, answers, first_line, groups_of_workers, times
+from rainband.runtimes.ray.role_host import HostedEnd, HostOrder, RoleHost
+
+STOPPED_WITHIN_S = 2.0  # beyond the grace period
+CONCURRENT_CALLS = 4  # of an actor: one waits for the process, others bring signs of life and stop it
+PULSES = 5  # signs of life in a failure timeout
+
+
+class Places(NamedTuple):
+    """The numbers of workers and servers for which places are reserved, and what each of them needs."""
+
+    workers: int
+    servers: int
+    worker_needs: Resources
+    server_needs: Resources
+    runtime_env: Mapping[str, Any]  # of Ray: packages to install, variables of the environment
+
+
+class Host:
+    """The actor of one role, as far as it is known here."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+        self.token: int | None = None  # of the process that it runs
+        self.node = ""  # its node's ID; "": it has not answered yet
+        self.read_to = 0  # in the output of its processes
+        self.line = b""  # the beginning of a line of that
+        self.is_asked = False  # for a sign of life
+        self.is_dead = False
+
+
+# size: one actor for each process, with the reserved places, signs of life and events of all
+class ActorStarter:
+    """Has actors start processes, each in its place in the cluster."""
+
+    def __init__(self, ray: Any, places: Places, order: HostOrder, code: bytes, output: int | None) -> None:
+        """`output`: the open file to which the output of all processes is appended."""
+        self.ray = ray
+        self.places = places
+        self.order = order
+        self.code = ray.put(code)
+        self.output = output
+        self.kind = ray.remote(RoleHost)
+        self.modules: tuple[str, ...] = order.modules
+        self.hosts: dict[tuple[str, int], Host] = {}
+        self.contents: dict[int, Any] = {}  # by inherited file: a reference to a copy of its content
+        self.num_jobs = 0
+        self.lock = threading.Lock()  # Ray delivers results on threads of its own
+        self.ended: list[Event] = []
+        self.reader, self.writer = socket.socketpair()
+        self.reader.setblocking(False)
+        self.writer.setblocking(False)
+        self.closing = threading.Event()
+        self.bundles: dict[tuple[str, int], int] = {}
+        self.group: Any = None  # the reserved places
+
+    def _begin(self) -> None:
+        """Reserve places for all workers and servers: servers spread over the nodes, workers close together."""
+        from ray.util.placement_group import placement_group
+
+        places = self.places
+        nodes = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
+        bundles = [times(1, places.server_needs) for _ in range(places.servers)]
+        self.bundles = {("server", index): index for index in range(places.servers)}
+        first = 0
+        for size in groups_of_workers(places.workers, places.worker_needs, nodes, places.servers):
+            self.bundles |= {("worker", rank): len(bundles) for rank in range(first, first + size)}
+            bundles.append(times(size, places.worker_needs))
+            first += size
+        self.group = placement_group(bundles, strategy="SPREAD")
+        threading.Thread(target=self._keep_pulse, name="signs of life", daemon=True).start()
+
+    # ---- the functions of a fork server -----------------------------------------------------------------------------
+
+    def preload(self, modules: Sequence[str]) -> None:
+        """Import more modules in actors that are made from now on."""
+        self.modules += tuple(modules)
+
+    def spawn(self, entry: str, job: bytes, title: str, fds: Sequence[int] = (), threads: int | None = None) -> int:
+        """Start a process; return its token. It inherits copies of the files, which must not change any more."""
+        if self.group is None:
+            self._begin()
+        decoded = decode_job(job)
+        role = decoded.role, decoded.index
+        host = self.hosts.get(role)
+        if host is None or host.is_dead or host.token is not None:
+            host = self.hosts[role] = self._new_host(role, host)
+        token, self.num_jobs = self.num_jobs, self.num_jobs + 1
+        host.token = token
+        result = host.actor.live.remote(entry, job, title, threads or 1, *(self._content(fd) for fd in fds))
+        result.future().add_done_callback(partial(self._has_ended, token, host))
+        return token
+
+    def fileno(self) -> int:
+        return self.reader.fileno()
+
+    def events(self) -> list[Event]:
+        """Return the events since the last call, without waiting."""
+        with suppress(BlockingIOError):
+            while self.reader.recv(4096):
+                pass
+        with self.lock:
+            events, self.ended = self.ended, []
+        return events
+
+    def close(self, grace_s: float) -> None:
+        """End all processes and actors, and give their places back."""
+        from ray.util.placement_group import remove_placement_group
+
+        if self.closing.is_set():
+            return
+        self.closing.set()
+        there = [host for host in self.hosts.values() if host.node and not host.is_dead]
+        try:
+            self._wait([host.actor.stop.remote(grace_s) for host in there], grace_s + STOPPED_WITHIN_S)
+            self._take_rest_of_output(there)
+        finally:
+            for host in self.hosts.values():
+                self.ray.kill(host.actor, no_restart=True)
+            if self.group is not None:
+                remove_placement_group(self.group)
+            self.contents.clear()
+            self.reader.close()
+            with self.lock:
+                self.writer.close()
+
+    # ---- actors -----------------------------------------------------------------------------------------------------
+
+    def has_places(self) -> bool:
+        """Return True if Ray has found places for all workers and servers of the start."""
+        return bool(self.ray.util.placement_group_table(self.group)["state"] != "PENDING")
+
+    def _new_host(self, role: tuple[str, int], before: Host | None) -> Host:
+        """Make an actor. One that hangs is ended, and so its place becomes free; but not if its node is lost."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        if before is not None:
+            self.ray.kill(before.actor, no_restart=True)
+        places = self.places
+        options = actor_options(places.server_needs if role[0] == "server" else places.worker_needs)
+        if role in self.bundles and (before is None or self._is_reachable(before.node)):
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self.group, self.bundles[role])
+        else:
+            options["scheduling_strategy"] = "DEFAULT"
+        if places.runtime_env:
+            options["runtime_env"] = dict(places.runtime_env)
+        # The launcher starts lost workers again, with their next incarnation, and sooner than Ray would.
+        made = self.kind.options(**options, max_restarts=0, max_task_retries=0, max_concurrency=CONCURRENT_CALLS)
+        order = msgspec.structs.replace(self.order, modules=self.modules)
+        return Host(made.remote(msgspec.msgpack.encode(order), self.code))
+
+    def _is_reachable(self, node: str) -> bool:
+        """Return True if a node still answers, or if the actor never came to one."""
+        known = [one for one in self.ray.nodes() if one["NodeID"] == node]
+        return not node or any(one["Alive"] and answers(one) for one in known)
+
+    def _content(self, fd: int) -> Any:
+        """Return a reference to a copy of a file's content, which all nodes can read."""
+        if fd not in self.contents:
+            with open(f"/proc/self/fd/{fd}", "rb") as file:
+                self.contents[fd] = self.ray.put(file.read())
+        return self.contents[fd]
+
+    def _has_ended(self, token: int, host: Host, future: Any) -> None:
+        error = future.exception()
+        if error is None:
+            end = msgspec.msgpack.decode(future.result(), type=HostedEnd)
+            event: Event = Exited(token, 0, end.code, end.signal, end.error)
+        elif isinstance(error, self.ray.exceptions.RayActorError) and not error.actor_init_failed:
+            host.is_dead = True
+            event = Exited(token, 0, 1, None, "the Ray actor that hosted it has ended")
+        else:
+            host.is_dead = True
+            event = SpawnFailed(token, _why_not_started(error))
+        with self.lock:
+            if host.token == token:
+                host.token = None
+            self.ended.append(event)
+            if not self.closing.is_set():
+                with suppress(BlockingIOError):  # it is awake already
+                    self.writer.send(b".")
+
+    # ---- signs of life ----------------------------------------------------------------------------------------------
+
+    def _keep_pulse(self) -> None:
+        """Tell all actors regularly that the driver is there: without that, they end. They answer with their output."""
+        while not self.closing.wait(self.order.failure_timeout_s / PULSES):
+            for host in list(self.hosts.values()):
+                if not host.is_asked and not host.is_dead:
+                    host.is_asked = True
+                    answer = host.actor.pulse.remote(host.read_to)
+                    answer.future().add_done_callback(partial(self._answered, host))
+
+    def _answered(self, host: Host, future: Any) -> None:
+        if future.exception() is None:
+            host.node, output = future.result()
+            self._take_output(host, output)
+        host.is_asked = False
+
+    def _take_output(self, host: Host, output: bytes) -> None:
+        """Append whole lines to the output of the run, so that those of different processes do not mix."""
+        with self.lock:
+            host.read_to += len(output)
+            whole, newline, host.line = (host.line + output).rpartition(b"\n")
+            if self.output is not None:
+                os.write(self.output, whole + newline)
+
+    def _take_rest_of_output(self, hosts: Sequence[Host]) -> None:
+        for host in hosts:
+            answers: list[Any] = self._wait([host.actor.pulse.remote(host.read_to)], STOPPED_WITHIN_S)
+            while answers and (output := answers[0][1]):
+                self._take_output(host, output)
+                answers = self._wait([host.actor.pulse.remote(host.read_to)], STOPPED_WITHIN_S)
+            self._take_output(host, b"\n" if host.line else b"")
+
+    def _wait(self, results: Sequence[Any], timeout_s: float) -> list[Any]:
+        """Return those results that arrive in time."""
+        if not results:
+            return []
+        ready, _ = self.ray.wait(list(results), num_returns=len(results), timeout=timeout_s)
+        arrived = []
+        for result in ready:
+            with suppress(self.ray.exceptions.RayError):
+                arrived.append(self.ray.get(result))
+        return arrived
+
+
+def _why_not_started(error: Any) -> str:
+    """Return why an actor could not start its process: our own reason, or what Ray says last."""
+    text = str(error).strip()
+    if "No module named 'rainband'" in text:
+        return (
+            "rainband is not installed on a node of the Ray cluster: install it on all nodes, or use "
+            'runtime_env={"pip": ["rainband"]}.'
+        )
+    cause = getattr(error, "cause", None)
+    return first_line(cause) if isinstance(cause, ValueError) else text.rpartition("\n")[2]

@@ -1,0 +1,215 @@
+"""The runtime `ray`: the coordinator runs here, workers and servers are processes on the nodes of a Ray cluster.
+
+Ray finds places for them, and brings the user's code. All else is as on several machines: they connect to the
+coordinator and to each other by themselves. This launcher, not Ray, starts lost workers again, on other nodes if
+theirs is lost: the coordinator notices a loss within a failure timeout, and Ray after many seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from rainband.coordinator.coordinator import RunSettings
+from rainband.plugins import strategy_names
+from rainband.protocol import events
+from rainband.protocol.messages import Address, Peer
+from rainband.runtimes.config import RunConfig
+from rainband.runtimes.machines.joiner import pause_s
+from rainband.runtimes.machines.machine_host import Doors, MachineHost, own_software
+from rainband.runtimes.processes.launcher import ENTRIES, FINE, SERVERS_NEED, WORKERS_NEED, Launcher
+from rainband.runtimes.processes.zygote import Starter
+from rainband.runtimes.ray.cluster import RayConnection, Resources, connected
+from rainband.runtimes.ray.hosts import ActorStarter, Places
+from rainband.runtimes.ray.role_host import HostOrder
+from rainband.runtimes.ray.user_code import code_folders, pack
+from rainband.runtimes.run import RunResult, View
+from rainband.strategy import Strategy
+from rainband.tasks.load import task_names
+from rainband.transports.connect import host_and_port
+
+PLACED_WITHIN_S = 5.0  # usually; later, the user is told what is missing
+MOST_FAILED_STARTS = 5  # of one worker, one after the other, before it is given up
+OPEN = (
+    "the Ray cluster demands no token, so anybody who reaches its ports can run programs on it. Start its nodes with "
+    "RAY_AUTH_MODE=token, and put the token into ~/.ray/auth_token."
+)
+STARTING = ("forming", "loading", "running")
+
+
+def run(
+    config: RunConfig,
+    view: View,
+    capture: bool = False,
+    entries: Mapping[str, str] = ENTRIES,
+    fds: Sequence[int] = (),
+    strategy: Strategy | None = None,
+) -> RunResult:
+    """Run to the end on a Ray cluster, and return the result also if the run failed: see `processes.launcher.run`."""
+    needs = config.ray.worker_needs(config.threads), config.ray.server_needs()
+    workers = max(config.num_workers, config.ray.max_workers or 0)
+    cpus = workers * needs[0].get("CPU", 0.0) + config.num_servers * needs[1].get("CPU", 0.0)
+    with connected(config.ray.address, cpus) as connection:
+        launcher = RayLauncher(connection, config, view, capture, entries, fds, strategy)
+        with launcher.signals():
+            return launcher.run()
+
+
+# size: the launcher of processes, which starts lost workers again
+class RayLauncher(Launcher):
+    """Starts the processes of a run on a Ray cluster, and starts lost workers again."""
+
+    zygote: ActorStarter
+
+    def __init__(
+        self,
+        connection: RayConnection,
+        config: RunConfig,
+        view: View,
+        capture: bool,
+        entries: Mapping[str, str],
+        fds: Sequence[int],
+        strategy: Strategy | None,
+    ) -> None:
+        self.ray, self.is_open = connection
+        self.own_code = bool(fds) or _names_own_code(config)
+        self.incarnations: dict[int, int] = {}  # rank -> the last one that was started
+        self.failed_starts: dict[int, int] = {}  # rank -> incarnations that never joined, since the last that did
+        self.start_at: dict[int, float] = {}  # rank -> when to start a lost worker again
+        self.said_unplaced = False
+        super().__init__(config, view, capture, entries, fds, strategy)
+
+    @property
+    def settings(self) -> RunSettings:
+        return msgspec.structs.replace(super().settings, joinable=True)  # lost workers come back
+
+    def _start_zygote(self, output: int | None) -> Starter:
+        config, of_ray = self.config, self.config.ray
+        order = HostOrder(
+            modules=SERVERS_NEED,
+            failure_timeout_s=config.failure_timeout_s,
+            software=own_software(),
+            folder=os.getcwd(),
+            path=tuple(sys.path),
+        )
+        places = Places(
+            workers=config.num_workers,
+            servers=config.num_servers,
+            worker_needs=of_ray.worker_needs(config.threads),
+            server_needs=of_ray.server_needs(),
+            runtime_env=of_ray.runtime_env,
+        )
+        code = pack(code_folders()) if self.own_code else b""
+        return ActorStarter(self.ray, places, order, code, output)
+
+    def _listen(self, secret: bytes) -> MachineHost:
+        """Listen at this node's address in the cluster, or where the user says; servers listen on their own nodes."""
+        config = self.config
+        here = config.listen or host_and_port(str(self.ray.util.get_node_ip_address()), 0)
+        doors = Doors(here, config.advertise, num_servers=0)
+        return MachineHost(config, self.run_id, secret, self.directory, doors)
+
+    def _start_processes(self, address: Address) -> None:
+        self.address = address
+        if self.is_open:
+            self.emit(events.Warned(at_s=self._now(), text=OPEN))
+        for index in range(self.config.num_servers):
+            self._start(address, "server", index, threads=1)
+        self.zygote.preload(WORKERS_NEED)
+        for rank in self.settings.local_ranks:
+            self._start_worker(rank)
+
+    def _start_worker(self, rank: int) -> None:
+        life = self.incarnations[rank] = self.incarnations.get(rank, -1) + 1
+        self._start(self.address, "worker", rank, self.config.threads, life)
+
+    # ---- lost workers ----------------------------------------------------------------------------------------------
+
+    def _is_lost_for_good(self, peer: Peer) -> bool:
+        return super()._is_lost_for_good(peer) and not (peer.role == "worker" and self._may_return(peer))
+
+    def _may_return(self, peer: Peer) -> bool:
+        """Return True if a worker whose process has ended is started again, if it was not replaced before."""
+        state = self.coordinator.state
+        return (
+            state.phase in STARTING
+            and state.outcome == "finished"
+            and peer.index not in state.missing
+            and self.causes.get(peer) != FINE
+            and self.failed_starts.get(peer.index, 0) < MOST_FAILED_STARTS
+        )
+
+    def _look_after_workers(self) -> None:
+        """Start workers again that are lost, or that hang: their next incarnation takes over."""
+        now = time.monotonic()
+        self._start_more_workers()
+        for rank, life in list(self.incarnations.items()):
+            peer = Peer("worker", rank, life)
+            if not self._may_return(peer):
+                self.start_at.pop(rank, None)
+                continue
+            if rank not in self.start_at and self._is_lost(peer):
+                self.start_at[rank] = now + self._pause_s(peer)
+            if self.start_at.get(rank, now + 1.0) <= now:
+                del self.start_at[rank]
+                self._start_worker(rank)
+        self._say_if_unplaced()
+
+    def _is_lost(self, peer: Peer) -> bool:
+        worker = self.coordinator.state.workers.get(peer.index)
+        if peer in self.causes:
+            return True
+        if worker is None or worker.peer != peer:
+            return False  # it has not joined yet
+        silent = self._now() - worker.heartbeat_at > self.config.failure_timeout_s
+        hangs = silent and not (worker.active or worker.paused or worker.leaving or worker.ended)
+        return hangs or not worker.connected
+
+    def _pause_s(self, peer: Peer) -> float:
+        """Return how long to wait: a worker that had joined is started at once, others later each time."""
+        worker = self.coordinator.state.workers.get(peer.index)
+        if worker is not None and worker.peer == peer:
+            self.failed_starts[peer.index] = 0
+            return 0.0
+        failed = self.failed_starts[peer.index] = self.failed_starts.get(peer.index, 0) + 1
+        if failed >= MOST_FAILED_STARTS:
+            self.host.lost(peer, self.causes[peer])
+        return pause_s(failed)
+
+    def _start_more_workers(self) -> None:
+        """Once the run has begun, start the workers that are welcome as soon as the cluster has room for them."""
+        most = self.config.ray.max_workers or 0
+        if self.coordinator.state.phase == "running" and len(self.incarnations) < most:
+            for rank in self.coordinator.admission.new_ranks(most - len(self.incarnations)):
+                self._start_worker(rank)
+
+    def _say_if_unplaced(self) -> None:
+        if self.said_unplaced or self._now() < PLACED_WITHIN_S or self.coordinator.state.phase != "forming":
+            return
+        self.said_unplaced = True
+        if not self.zygote.has_places():
+            there, places = self.ray.cluster_resources(), self.zygote.places
+            named = dict.fromkeys((*places.worker_needs, *places.server_needs))
+            text = (
+                "the Ray cluster has no room for all processes yet. Each of the workers "
+                f"({places.workers}) needs {_amounts(places.worker_needs)}, each of the servers ({places.servers}) "
+                f"{_amounts(places.server_needs)}; the cluster has "
+                f"{_amounts({name: there.get(name, 0.0) for name in named})} in all. Wait, add nodes, or press Ctrl-C "
+                "and start fewer."
+            )
+            self.emit(events.Warned(at_s=self._now(), text=text))
+
+
+def _names_own_code(config: RunConfig) -> bool:
+    """Return True if a task, a strategy or an optimizer is the user's own."""
+    named = config.task not in task_names() or config.strategy not in strategy_names()
+    optimizer = str(config.strategy_settings.get("optimizer", ""))
+    return named or bool(config.optimizers) or ":" in optimizer
+
+
+def _amounts(resources: Resources) -> str:
+    return " and ".join(f"{amount:g} {name}" for name, amount in resources.items()) or "nothing"

@@ -1,0 +1,201 @@
+"""The actor that hosts one worker or server on a node of a Ray cluster.
+
+It forks the same process as a run on one machine, and supervises it: the user's code runs outside the actor, so an
+error or `sys.exit` there does not end the actor. Gradients and parameters do not pass through Ray.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import platform
+import signal
+import sys
+import tempfile
+import threading
+import time
+
+import msgspec
+
+from rainband.protocol.messages import Software
+from rainband.runtimes.config import Job, decode_job, encode_job
+from rainband.runtimes.machines.machine_host import Doors, own_software, software_differences
+from rainband.runtimes.processes.zygote import Exited, SpawnFailed, Zygote
+from rainband.runtimes.ray.user_code import UnpackedCode
+from rainband.transports.connect import host_and_port
+from rainband.transports.event_loop import readable_within
+
+CHECK_S = 0.2  # between two looks at the node and the driver
+# In failure timeouts: a driver that is silent for longer is lost. The rest of the second timeout is for ending.
+DRIVER_LOST_AFTER = 1.5
+ABANDONED_S = 60.0
+OUTPUT_BYTES = 1 << 18  # sent with one sign of life
+OF_RAY = "ray/thirdparty_files"  # Ray's own copies of packages, on the path of its workers only
+
+
+class HostOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings with which an actor starts processes."""
+
+    modules: tuple[str, ...]  # to import before the first process is forked
+    failure_timeout_s: float
+    software: Software  # of the driver
+    folder: str  # the driver's current folder
+    path: tuple[str, ...]  # and its sys.path
+
+
+class HostedEnd(msgspec.Struct, frozen=True):
+    """The end of a hosted process: its exit code or signal, and its error."""
+
+    code: int | None
+    signal: int | None
+    error: str
+
+
+class RoleHost:
+    """Starts the process of one role, again if it is told to, and ends it when the node or the driver is lost.
+
+    Ray calls its methods on several threads: `live` waits while the process runs.
+    """
+
+    def __init__(self, order: bytes, code: bytes) -> None:
+        self.order = msgspec.msgpack.decode(order, type=HostOrder)
+        self.archive = code
+        self.raylet = os.getppid()  # the process that manages this node, as long as it lives
+        self.silent_s = 0.0  # since the driver's last sign of life
+        self.title = "nothing"  # that it hosts so far
+        self.over = threading.Event()
+        self.abandoned = False
+        self.zygote: Zygote | None = None
+        self.zygote_lock = threading.Lock()
+        self.code: UnpackedCode | None = None
+        self.output = tempfile.TemporaryFile()  # noqa: SIM115  # of the processes; it has no name
+        threading.Thread(target=self._watch, name="watch node and driver", daemon=True).start()
+
+    def live(self, entry: str, job: bytes, title: str, threads: int, *contents: bytes) -> bytes:
+        """Run a process to its end, and return how it ended.
+
+        `contents`: of the files that it inherits. Raises ValueError if this node cannot run it.
+        """
+        zygote = self._prepared()
+        self.title = title
+        placed = decode_job(job)
+        doors = None
+        if placed.role == "server":
+            doors = Doors(host_and_port(_node_host(), 0), "", 1, for_servers_only=True)
+        placed = _for_this_node(placed, doors)
+        fds = [_memory_file(content) for content in contents]
+        try:
+            sockets = [] if doors is None else [doors.socks[0].fileno()]
+            with self.zygote_lock:
+                token = zygote.spawn(entry, encode_job(placed), title, fds=[*fds, *sockets], threads=threads)
+        finally:
+            for fd in fds:
+                os.close(fd)
+            if doors is not None:
+                doors.close()
+        return msgspec.msgpack.encode(self._end_of(token, zygote))
+
+    def pulse(self, read_from: int) -> tuple[str, bytes]:
+        """Take a sign of life of the driver; return this node's ID, and output of the processes from an offset on."""
+        self.silent_s = 0.0
+        return _node_id(), os.pread(self.output.fileno(), OUTPUT_BYTES, read_from)
+
+    def stop(self, grace_s: float) -> None:
+        """End the process: SIGTERM, after `grace_s` SIGKILL; return when it has ended."""
+        self.over.set()
+        with self.zygote_lock:
+            if self.zygote is not None:
+                self.zygote.close(grace_s)
+            if self.code is not None:
+                self.code.close()
+
+    def _prepared(self) -> Zygote:
+        """Compare versions, unpack the user's code, and start the fork server, once."""
+        with self.zygote_lock:
+            if self.zygote is None:
+                if differs := software_differences(own_software(), self.order.software, f"node {platform.node()}"):
+                    raise ValueError(differs)
+                self.zygote = self._start()
+            return self.zygote
+
+    def _start(self) -> Zygote:
+        order, folders = self.order, list[str]()
+        if self.archive:
+            self.code = UnpackedCode(self.archive)
+            folders = self.code.folders
+        own = [entry for entry in sys.path if not entry.endswith(OF_RAY)]
+        shared = [entry for entry in order.path if os.path.isdir(entry)]  # on a file system that both have
+        sys.path[:] = list(dict.fromkeys([*folders, *own, *shared]))
+        if os.path.isdir(order.folder):
+            os.chdir(order.folder)
+        elif folders:
+            os.chdir(folders[0])
+        return Zygote.start(order.modules, self.output.fileno())
+
+    def _end_of(self, token: int, zygote: Zygote) -> HostedEnd:
+        while True:
+            if not self.over.is_set():
+                readable_within(zygote, CHECK_S)
+            with self.zygote_lock:
+                events = zygote.events()
+            for event in events:
+                if isinstance(event, SpawnFailed) and event.token is None:
+                    return HostedEnd(None, signal.SIGKILL, event.reason)
+                if isinstance(event, SpawnFailed):
+                    raise ValueError(event.reason)
+                if isinstance(event, Exited) and event.token == token:
+                    return HostedEnd(event.code, event.signal, event.error)
+            if self.abandoned:
+                time.sleep(ABANDONED_S)  # this process ends: an answer would look as if it could start another one
+            elif self.over.is_set() and zygote.fileno() == -1:
+                return HostedEnd(None, signal.SIGKILL, "")
+
+    def _watch(self) -> None:
+        """End everything when this node's Ray or the driver is lost: another node has taken over, or nobody listens.
+
+        The time of a pause of this process itself counts little, so that a sign of life that waits is taken first.
+        """
+        limit_s = DRIVER_LOST_AFTER * self.order.failure_timeout_s
+        looked_at = time.monotonic()
+        while not self.over.wait(CHECK_S):
+            now = time.monotonic()
+            self.silent_s += min(now - looked_at, 2 * CHECK_S)
+            looked_at = now
+            if os.getppid() != self.raylet:
+                self._abandon("Ray has ended on this node")
+            elif self.silent_s > limit_s:
+                self._abandon(f"the driver of the run is lost: no sign of life for {limit_s:g} s")
+
+    def _abandon(self, why: str) -> None:
+        print(f"rainband: {why}, so {self.title} ends.", file=sys.stderr, flush=True)  # into Ray's log of this actor
+        self.abandoned = True
+        self.stop(0.0)
+        os._exit(1)
+
+
+def _for_this_node(job: Job, doors: Doors | None) -> Job:
+    """Return a job without what concerns files of the driver's machine, and with where its process listens."""
+    config = msgspec.structs.replace(job.config, directory=tempfile.gettempdir())
+    door = None if doors is None else doors.door(0)
+    return msgspec.structs.replace(job, machine=platform.node(), remote=True, door=door, config=config)
+
+
+def _memory_file(content: bytes) -> int:
+    fd = os.memfd_create("rainband-content")
+    with io.FileIO(fd, "wb", closefd=False) as file:
+        left = memoryview(content)
+        while left:
+            left = left[file.write(left) :]
+    return fd
+
+
+def _node_host() -> str:
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
+def _node_id() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())
