@@ -174,10 +174,11 @@ class SimulationOptions(TypedDict, total=False):
     runtime: Annotated[
         str | None,
         Option(
-            "Runtime of the run: processes (on this machine) or sim (simulation in virtual time).",
+            "Runtime of the run: processes (on this machine), ray (on a Ray cluster) or sim (simulation in virtual "
+            "time).",
             "NAME",
             "processes",
-            choices=("processes", "sim"),
+            choices=("processes", "ray", "sim"),
         ),
     ]
     network: Annotated[
@@ -194,6 +195,33 @@ class SimulationOptions(TypedDict, total=False):
     compute: Annotated[
         Mapping[str, Any] | None, Option("Model of computing times, such as {'step_s': 0.05}.", flag="-")
     ]
+
+
+class RayOptions(TypedDict, total=False):
+    """Ray"""
+
+    address: Annotated[
+        str | None,
+        Option(
+            "With --runtime ray: address of the cluster, or auto (the one of this machine).",
+            "HOST:PORT",
+            "that of RAY_ADDRESS, or start Ray on this machine",
+        ),
+    ]
+    max_workers: Annotated[
+        int | None,
+        Option("With --runtime ray: more workers, up to N in all, join when the cluster has room.", "N", min=1),
+    ]
+    worker_resources: Annotated[
+        Mapping[str, float] | None,
+        Option(
+            "With --runtime ray: what each worker needs, such as CPU=2,GPU=1.", "NAME=N,...", "one CPU for each thread"
+        ),
+    ]
+    server_resources: Annotated[
+        Mapping[str, float] | None, Option("With --runtime ray: what each server needs.", "NAME=N,...", "one CPU")
+    ]
+    runtime_env: Annotated[Mapping[str, Any] | None, Option("Ray's runtime_env, such as {'pip': ['timm']}.", flag="-")]
 
 
 class OutputOptions(TypedDict, total=False):
@@ -222,6 +250,7 @@ class FitOptions(
     TrainingOptions,
     StageOptions,
     SimulationOptions,
+    RayOptions,
     OutputOptions,
     total=False,
 ):
@@ -241,6 +270,7 @@ GROUPS = (
     TrainingOptions,
     StageOptions,
     SimulationOptions,
+    RayOptions,
     OutputOptions,
 )
 

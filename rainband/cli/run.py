@@ -12,12 +12,13 @@ import typer
 from rainband.cli.options import GroupedCommand, Json, Verbose, completion, with_run_options
 from rainband.cli.report_errors import EXIT_CODES, report_errors
 from rainband.errors import did_you_mean
-from rainband.options import DEFAULT_STRATEGY, RunOptions, SimulationOptions, StageOptions, declared
+from rainband.options import DEFAULT_STRATEGY, RayOptions, RunOptions, SimulationOptions, StageOptions, declared
 
 # Options of a run for which a script has its own code, or which it cannot have.
 LEFT_OUT = {
     *StageOptions.__annotations__,
     *SimulationOptions.__annotations__,
+    *RayOptions.__annotations__,
     *("epochs", "batch_size", "eval_every_s", "config", "record", "timeline"),
 }
 IN_THE_SCRIPT = {

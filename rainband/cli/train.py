@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 RUNTIMES = {
     "processes": "rainband.runtimes.processes.launcher",
+    "ray": "rainband.runtimes.ray.launcher",
     "sim": "rainband.runtimes.simulation.run",
 }  # name -> the module whose `run` drives it
 
@@ -65,6 +66,7 @@ def train(
     rainband train mylab:mine --epochs 3
     rainband train digits downpour n_push=4 --workers 4 --servers 2
     rainband train digits downpour --stages 2 --workers 4
+    rainband train digits downpour --runtime ray --address auto
     rainband train --config runs/NAME/config.json
     """
     import msgspec

@@ -32,7 +32,7 @@ from rainband.options import (
 )
 from rainband.plugins import search_current_folder, where_to_run
 from rainband.protocol.optimizer_spec import BUILT_IN
-from rainband.runtimes.config import RunConfig, SimSettings
+from rainband.runtimes.config import RaySettings, RunConfig, SimSettings
 from rainband.runtimes.machines.addresses import parse_address
 from rainband.runtimes.simulation.models.cluster_model import compute_model, load_model
 from rainband.runtimes.simulation.models.faults import check_nodes
@@ -54,6 +54,7 @@ PLAIN_FIELDS = (
     *("threads", "transport", "failure_timeout_s", "epochs", "batch_size", "seed", "eval_every_s", "runtime"),
     *("record", "timeline", "parts", "stuck_timeout_s"),
 )
+RAY_FIELDS = ("address", "max_workers", "worker_resources", "server_resources", "runtime_env")
 SIM_FIELDS = {"network": "model", "time_only": "time_only", "steps": "steps", "compute": "compute"}
 OPTION_TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
     bool: ((bool,), "True or False"),
@@ -61,7 +62,7 @@ OPTION_TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
     float: ((Real,), "a number"),
     str: ((str,), "text"),
     Path: ((str, Path), "the path of a file or folder"),
-    Mapping: ((Mapping,), "a dictionary, such as dict(step_s=0.05)"),
+    Mapping: ((Mapping,), "a dictionary"),
 }
 ELEMENT_WISE = ("sgd", "adam", "adagrad")  # examples
 PIPELINE_OPTIONS = ("microbatches", "schedule", "stages_per_worker")
@@ -94,6 +95,7 @@ def configure(
         min_workers=resolved.get("min_workers") or 0,
         num_servers=resolved["servers"],
         sim=sim,
+        ray=_ray_settings(base, resolved),
         **{name: value for name, value in resolved.items() if name in PLAIN_FIELDS},
     )
     _check_unused(given, merged, base.strategy, strategy.requires, size)
@@ -144,6 +146,11 @@ def _options_of(base: RunConfig, given: RunOptions) -> dict[str, Any]:
     """Return the options of an earlier run that are not the defaults, except its numbers of workers and servers."""
     plain, sim = RunConfig(task="", strategy="", num_workers=0, num_servers=0), SimSettings()
     options = {name: getattr(base, name) for name in PLAIN_FIELDS if getattr(base, name) != getattr(plain, name)}
+    if given.get("runtime", base.runtime) == "ray":
+        plain_ray = RaySettings()
+        options |= {
+            name: getattr(base.ray, name) for name in RAY_FIELDS if getattr(base.ray, name) != getattr(plain_ray, name)
+        }
     if given.get("runtime", base.runtime) == "sim":
         options |= {
             name: getattr(base.sim, field)
@@ -175,6 +182,11 @@ def _sim_settings(base: RunConfig, options: RunOptions) -> SimSettings:
     return settings
 
 
+def _ray_settings(base: RunConfig, options: RunOptions) -> RaySettings:
+    changed = {name: options[name] for name in RAY_FIELDS if name in options}  # type: ignore[literal-required]
+    return msgspec.structs.replace(base.ray, **changed)
+
+
 def resolve(
     options: RunOptions,
     name: str,
@@ -199,6 +211,7 @@ def resolve(
     workers = _workers(options, name, requires, size, usual[0])
     servers = _servers(options, name, requires, usual[1])
     _check_machines({**options, "workers": workers}, name, requires, size)
+    _check_ray({**options, "workers": workers})
     _check_simulation(options, name, requires, size)
     _check_record(options, name, requires, size)
     if options.get("runtime", "processes") == "processes":
@@ -306,7 +319,11 @@ def _check_cores(**numbers: int) -> None:
 
 def _check_machines(options: RunOptions, name: str, requires: Requirements, size: int) -> None:
     """Raise if a run cannot have workers on other machines, or has none at all."""
-    if "listen" not in options:
+    if "listen" in options:
+        parse_address("listen", options["listen"] or "")
+        if "advertise" in options:
+            parse_address("advertise", options["advertise"] or "", default_port=0)
+    else:
         for given in ("advertise", "min_workers"):
             if given in options:
                 raise OptionError(f"{opt(given)} requires {opt('listen', '0.0.0.0:7070')}.")
@@ -315,10 +332,8 @@ def _check_machines(options: RunOptions, name: str, requires: Requirements, size
                 f"{opt('workers', 0)} requires {opt('listen', '0.0.0.0:7070')}, for workers that join from other "
                 f"machines: add it, or use {opt('workers', 1)}."
             )
-        return
-    parse_address("listen", options["listen"] or "")
-    if "advertise" in options:
-        parse_address("advertise", options["advertise"] or "", default_port=0)
+        if options.get("runtime") != "ray":
+            return
     why = ""
     if options.get("runtime") == "sim":
         why = "a simulation has no other machines"
@@ -331,7 +346,25 @@ def _check_machines(options: RunOptions, name: str, requires: Requirements, size
     elif options.get("record") or options.get("transport") == "shm":
         why = f"{opt('record')} and {opt('transport', 'shm')} are for one machine"
     if why:
-        raise OptionError(f"{opt('listen')}: {why}.")
+        raise OptionError(f"{opt('listen') if 'listen' in options else opt('runtime', 'ray')}: {why}.")
+
+
+def _check_ray(options: RunOptions) -> None:
+    """Raise if an option is for Ray only, or if a run on a Ray cluster cannot have it."""
+    if options.get("runtime") != "ray":
+        for name in RAY_FIELDS:
+            if name in options:
+                raise OptionError(f"{opt(name)} requires {opt('runtime', 'ray')}.")
+        return
+    if options.get("timeline"):
+        raise OptionError(f"{opt('timeline', True)} is for one machine, so omit it with {opt('runtime', 'ray')}.")
+    most, workers = options.get("max_workers"), options["workers"] or 0
+    if most is not None and most < workers:
+        raise OptionError(f"{opt('max_workers', most)} must be at least {opt('workers', workers)}.")
+    for needs in ("worker_resources", "server_resources"):
+        for resource, amount in (options.get(needs) or {}).items():  # type: ignore[attr-defined]
+            if isinstance(amount, bool) or not isinstance(amount, int | float) or not amount >= 0:
+                raise OptionError(f"{opt(needs)}: {resource}={amount} must be a number of at least 0.")
 
 
 def _check_simulation(options: RunOptions, name: str, requires: Requirements, size: int) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_origin
 
 import typer
 from typer.core import TyperCommand
 
 from rainband.cli.options import completion
 from rainband.cli.report_errors import USAGE, give_up, report_errors
-from rainband.options import DeclaredOption, RunOptions, check_value, declared
+from rainband.options import DeclaredOption, OptionError, RunOptions, check_value, declared, opt
 
 RENAMED = {
     "--plan": "--placement",
@@ -110,6 +110,8 @@ def with_options(
         values = {name: words.pop(name) for name in shown}
         given = {name: value for name, value in values.items() if value is not None and value is not False}
         with report_errors():
+            for name in (name for name in given if is_mapping(shown[name])):
+                given[name] = numbers_by_name(name, given[name])
             for name, value in given.items():
                 check_value(shown[name], value)
         command(**words, options=make(**given))
@@ -128,6 +130,19 @@ def with_options(
     return typed
 
 
+def is_mapping(one: DeclaredOption) -> bool:
+    return get_origin(one.kind) is Mapping
+
+
+def numbers_by_name(option: str, text: str) -> dict[str, float]:
+    """Return the numbers of an option that was typed as NAME=N,NAME=N."""
+    pairs = [pair.partition("=") for pair in text.split(",")]
+    try:
+        return {name.strip(): float(number) for name, _, number in pairs}
+    except ValueError:
+        raise OptionError(f"{opt(option, text)}: write names and numbers, such as CPU=2,GPU=1.") from None
+
+
 def _parameter(one: DeclaredOption, complete: Callable[[str], list[str]] | None) -> inspect.Parameter:
     option, is_flag = one.option, one.kind is bool
     shown = typer.Option(
@@ -137,7 +152,7 @@ def _parameter(one: DeclaredOption, complete: Callable[[str], list[str]] | None)
         rich_help_panel=one.group,
         autocompletion=complete,
     )
-    kind: Any = bool if is_flag else one.kind | None
+    kind: Any = bool if is_flag else (str if is_mapping(one) else one.kind) | None
     return inspect.Parameter(
         one.name, inspect.Parameter.KEYWORD_ONLY, default=False if is_flag else None, annotation=Annotated[kind, shown]
     )
