@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from rainband.protocol.accounting import BatchAccounting, Staleness
     from rainband.protocol.events import AnyEvent, Progress
-    from rainband.runtimes.config import RunConfig
+    from rainband.runtimes.config import Job, RunConfig
     from rainband.runtimes.processes.launcher import RunResult
     from rainband.strategy import Strategy
     from rainband.tasks.task import Task
@@ -51,7 +51,7 @@ class FitResult:
 def fit(
     task: Task | str | None = None,
     strategy: Strategy | str | None = None,
-    workers: int | None = None,
+    workers: int | tuple[int, int] | None = None,
     servers: int | None = None,
     *,
     on_event: Callable[[AnyEvent], None] | None = None,
@@ -68,6 +68,7 @@ def fit(
 
         stages=2               split the model into two stages, one worker each; workers is a multiple of stages
         placement="plan.json"  split it according to a file of `rainband placement`
+        runtime="ray"          run on a Ray cluster; workers=(4, 32): begin with 4, use up to 32 when there is room
         runtime="sim"          simulate the run in this process: its gradients are real, its seconds are virtual
         config="runs/NAME"     repeat an earlier run; omit the task and the strategy
     """
@@ -77,7 +78,7 @@ def fit(
     from rainband.runtimes.run_directory import removed_if_refused
     from rainband.views.sinks import chosen_sinks
 
-    chosen: RunOptions = {"workers": workers, "servers": servers, **options}
+    chosen: RunOptions = {**_range_of(workers), "servers": servers, **options}
     file = options.get("config")
     base, task, made = _new(task, strategy) if file is None else _repeated(file, task, strategy)
     _check_names(options, made)
@@ -91,7 +92,7 @@ def fit(
         "task": None if _named(task, TASKS)[0] else task,
         "strategy": None if _named(made, STRATEGIES)[0] else made,
     }
-    with _inherited(carried if config.runtime == "processes" else {}) as fds:
+    with _inherited(carried if config.runtime != "sim" else {}) as fds:
         config = _in_directory(config, Path(options.get("runs") or "runs"))
         notes = _Notes(on_event, sinks, Path(config.directory))
         try:
@@ -105,8 +106,18 @@ def fit(
     return _fitted(task, config, result, notes)
 
 
+def _range_of(workers: object) -> RunOptions:
+    """Return the options for workers=4, or for workers=(4, 32)."""
+    if not isinstance(workers, tuple | list):
+        return {"workers": workers}  # type: ignore[typeddict-item]  # configure() checks it
+    if len(workers) != 2:
+        raise OptionError(f"workers={workers!r}: give a number, or the smallest and the largest, such as (4, 32).")
+    return {"workers": workers[0], "max_workers": workers[1]}
+
+
 def _new(task: Task | str | None, strategy: Strategy | str | None) -> tuple[RunConfig, Task | str, Strategy]:
     """Return a configuration with this task and strategy, and both."""
+    from rainband.adapters.ray_data import with_rows
     from rainband.plugins import load_strategy
     from rainband.runtimes.config import RunConfig
     from rainband.runtimes.configure import SERVERS, WORKERS, check_task
@@ -117,6 +128,7 @@ def _new(task: Task | str | None, strategy: Strategy | str | None) -> tuple[RunC
         check_task(task, {})
     else:
         _check_task_object(task)
+        task = with_rows(task)
     strategy = DEFAULT_STRATEGY if strategy is None else strategy
     _check_strategy_object(strategy)
     made = load_strategy(strategy, {}) if isinstance(strategy, str) else strategy
@@ -215,6 +227,10 @@ def _train(config: RunConfig, task: Task | str, strategy: Strategy, notes: _Note
 
     if config.runtime == "sim":
         return simulation.run(config, notes, task=_task(task, config), strategy=strategy)
+    if config.runtime == "ray":
+        from rainband.runtimes.ray import launcher as on_ray
+
+        return on_ray.run(config, notes, capture=True, entries=ENTRIES, fds=fds, strategy=strategy)
     return launcher.run(config, notes, capture=True, entries=ENTRIES, fds=fds, strategy=strategy)
 
 
@@ -365,7 +381,7 @@ def be_worker(job: bytes, fds: list[int]) -> None:
     from rainband.runtimes.processes.worker_main import work
 
     order = decode_job(job)
-    carried = _carried(fds[: len(fds) - order.memory - order.round_files])
+    carried = _carried(_own_fds(order, fds))
     work(order, fds, carried["task"], carried["strategy"])
 
 
@@ -374,4 +390,10 @@ def be_server(job: bytes, fds: list[int]) -> None:
     from rainband.runtimes.config import decode_job
     from rainband.runtimes.processes.server_process import serve
 
-    serve(decode_job(job), fds, _carried(fds)["strategy"])
+    order = decode_job(job)
+    serve(order, fds, _carried(_own_fds(order, fds))["strategy"])
+
+
+def _own_fds(order: Job, fds: list[int]) -> list[int]:
+    """Return the inherited files that are not those of the job: see `Job`."""
+    return fds[: len(fds) - order.memory - order.round_files - (order.door is not None)]

@@ -105,10 +105,20 @@ class MapDataset(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
+def is_of_ray(dataset: object) -> bool:
+    """Return True for a `ray.data.Dataset`."""
+    return f"{type(dataset).__module__}.".startswith("ray.data.")
+
+
 class DatasetData:
     """A map-style torch Dataset, with batches collated as by a DataLoader."""
 
     def __init__(self, dataset: MapDataset, collate: Callable[[list[Any]], Any] | None = None) -> None:
+        if is_of_ray(dataset):
+            raise ValueError(
+                "a worker is not connected to Ray, so it cannot read a Ray dataset: make the task in your script, and "
+                "call rainband.fit(task), which reads the dataset first."
+            )
         if not hasattr(dataset, "__len__"):
             raise ValueError(
                 f"{type(dataset).__name__} has no length, so its samples cannot be divided among workers: "
