@@ -266,6 +266,7 @@ def known_settings() -> frozenset[str]:
 
 
 THEIR_SETTINGS = {
+    *("RAY_AUTH_MODE", "RAY_USE_TLS"),  # variables of Ray's
     *("set_to_none", "requires_grad", "shuffle", "assign"),  # torch's
     *("callbacks", "sparse", "batch_size"),  # of others, or of run.batches
     *("step_s", "slow_workers", "measure_s"),  # of the simulated machines: compute.step_s=0.05
