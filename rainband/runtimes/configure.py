@@ -62,8 +62,10 @@ OPTION_TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
     float: ((Real,), "a number"),
     str: ((str,), "text"),
     Path: ((str, Path), "the path of a file or folder"),
-    Mapping: ((Mapping,), "a dictionary"),
+    Mapping: ((Mapping,), "a dictionary, such as"),
 }
+DICTIONARIES = {"compute": "dict(step_s=0.05)", "runtime_env": 'dict(pip=["timm"])'}  # examples
+RESOURCES = "dict(CPU=2, GPU=1)"
 ELEMENT_WISE = ("sgd", "adam", "adagrad")  # examples
 PIPELINE_OPTIONS = ("microbatches", "schedule", "stages_per_worker")
 
@@ -137,6 +139,8 @@ def given_options(options: RunOptions) -> RunOptions:
 def _check_type(one: DeclaredOption, value: Any) -> None:
     """Raise if a value is of another type than its option; only Python can give such a value."""
     types, expected = OPTION_TYPES[get_origin(one.kind) or one.kind]
+    if Mapping in types:
+        expected = f"{expected} {DICTIONARIES.get(one.name, RESOURCES)}"
     if not isinstance(value, types) or (isinstance(value, bool) and one.kind is not bool):
         typed = f'"{value}"' if isinstance(value, str) else repr(value)
         raise OptionError(f"{one.name}={typed}: must be {expected}.")
