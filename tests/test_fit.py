@@ -445,5 +445,5 @@ def test_a_simulation_that_is_refused_leaves_nothing_behind(tmp_path: Path, stra
 
 
 def test_another_runtime_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match='runtime="moon": choose from processes, sim'):
+    with pytest.raises(ValueError, match='runtime="moon": choose from processes, ray, sim'):
         rainband.fit("digits", runtime="moon", runs=tmp_path)
