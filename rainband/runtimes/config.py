@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from rainband.model_parallel.placement.stage_plan import StagePlan
+from rainband.options import OptionError, RunOptions, opt
 from rainband.protocol.messages import Address
 from rainband.transports.tls.certificate import Certificate
 
@@ -118,3 +119,30 @@ def decode_job(data: bytes) -> Job:
 
 def encode_job(job: Job) -> bytes:
     return msgspec.msgpack.encode(job)
+
+
+RAY_FIELDS = ("address", "max_workers", "worker_resources", "server_resources", "runtime_env")
+
+
+def ray_settings(base: RaySettings, options: RunOptions) -> RaySettings:
+    """Return the settings of an earlier run with the options that were given."""
+    changed = {name: options[name] for name in RAY_FIELDS if name in options}  # type: ignore[literal-required]
+    return msgspec.structs.replace(base, **changed)
+
+
+def check_ray(options: RunOptions) -> None:
+    """Raise if an option is for Ray only, or if a run on a Ray cluster cannot have it."""
+    if options.get("runtime") != "ray":
+        for name in RAY_FIELDS:
+            if name in options:
+                raise OptionError(f"{opt(name)} requires {opt('runtime', 'ray')}.")
+        return
+    if options.get("timeline"):
+        raise OptionError(f"{opt('timeline', True)} is for one machine, so omit it with {opt('runtime', 'ray')}.")
+    most, workers = options.get("max_workers"), options["workers"] or 0
+    if most is not None and most < workers:
+        raise OptionError(f"{opt('max_workers', most)} must be at least {opt('workers', workers)}.")
+    for needs in ("worker_resources", "server_resources"):
+        for resource, amount in (options.get(needs) or {}).items():  # type: ignore[attr-defined]
+            if isinstance(amount, bool) or not isinstance(amount, int | float) or not amount >= 0:
+                raise OptionError(f"{opt(needs)}: {resource}={amount} must be a number of at least 0.")

@@ -32,7 +32,7 @@ from rainband.options import (
 )
 from rainband.plugins import search_current_folder, where_to_run
 from rainband.protocol.optimizer_spec import BUILT_IN
-from rainband.runtimes.config import RaySettings, RunConfig, SimSettings
+from rainband.runtimes.config import RAY_FIELDS, RaySettings, RunConfig, SimSettings, check_ray, ray_settings
 from rainband.runtimes.machines.addresses import parse_address
 from rainband.runtimes.simulation.models.cluster_model import compute_model, load_model
 from rainband.runtimes.simulation.models.faults import check_nodes
@@ -54,7 +54,6 @@ PLAIN_FIELDS = (
     *("threads", "transport", "failure_timeout_s", "epochs", "batch_size", "seed", "eval_every_s", "runtime"),
     *("record", "timeline", "parts", "stuck_timeout_s"),
 )
-RAY_FIELDS = ("address", "max_workers", "worker_resources", "server_resources", "runtime_env")
 SIM_FIELDS = {"network": "model", "time_only": "time_only", "steps": "steps", "compute": "compute"}
 OPTION_TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
     bool: ((bool,), "True or False"),
@@ -97,7 +96,7 @@ def configure(
         min_workers=resolved.get("min_workers") or 0,
         num_servers=resolved["servers"],
         sim=sim,
-        ray=_ray_settings(base, resolved),
+        ray=ray_settings(base.ray, resolved),
         **{name: value for name, value in resolved.items() if name in PLAIN_FIELDS},
     )
     _check_unused(given, merged, base.strategy, strategy.requires, size)
@@ -186,11 +185,6 @@ def _sim_settings(base: RunConfig, options: RunOptions) -> SimSettings:
     return settings
 
 
-def _ray_settings(base: RunConfig, options: RunOptions) -> RaySettings:
-    changed = {name: options[name] for name in RAY_FIELDS if name in options}  # type: ignore[literal-required]
-    return msgspec.structs.replace(base.ray, **changed)
-
-
 def resolve(
     options: RunOptions,
     name: str,
@@ -215,7 +209,7 @@ def resolve(
     workers = _workers(options, name, requires, size, usual[0])
     servers = _servers(options, name, requires, usual[1])
     _check_machines({**options, "workers": workers}, name, requires, size)
-    _check_ray({**options, "workers": workers})
+    check_ray({**options, "workers": workers})
     _check_simulation(options, name, requires, size)
     _check_record(options, name, requires, size)
     if options.get("runtime", "processes") == "processes":
@@ -351,24 +345,6 @@ def _check_machines(options: RunOptions, name: str, requires: Requirements, size
         why = f"{opt('record')} and {opt('transport', 'shm')} are for one machine"
     if why:
         raise OptionError(f"{opt('listen') if 'listen' in options else opt('runtime', 'ray')}: {why}.")
-
-
-def _check_ray(options: RunOptions) -> None:
-    """Raise if an option is for Ray only, or if a run on a Ray cluster cannot have it."""
-    if options.get("runtime") != "ray":
-        for name in RAY_FIELDS:
-            if name in options:
-                raise OptionError(f"{opt(name)} requires {opt('runtime', 'ray')}.")
-        return
-    if options.get("timeline"):
-        raise OptionError(f"{opt('timeline', True)} is for one machine, so omit it with {opt('runtime', 'ray')}.")
-    most, workers = options.get("max_workers"), options["workers"] or 0
-    if most is not None and most < workers:
-        raise OptionError(f"{opt('max_workers', most)} must be at least {opt('workers', workers)}.")
-    for needs in ("worker_resources", "server_resources"):
-        for resource, amount in (options.get(needs) or {}).items():  # type: ignore[attr-defined]
-            if isinstance(amount, bool) or not isinstance(amount, int | float) or not amount >= 0:
-                raise OptionError(f"{opt(needs)}: {resource}={amount} must be a number of at least 0.")
 
 
 def _check_simulation(options: RunOptions, name: str, requires: Requirements, size: int) -> None:
