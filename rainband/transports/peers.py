@@ -50,6 +50,7 @@ class PeerLinks:
         self.transport = transport
         self.timeout_s = timeout_s
         self.inbox = Inbox(on_lost)
+        self.sent_messages = 0
         self.sent_bytes = 0  # of tensors
         self._shared: SharedPeerLinks | None = None
         self._tcp: TcpPeerLinks | None = None
@@ -105,6 +106,7 @@ class PeerLinks:
         else:
             assert self._tcp is not None
             self._tcp.send(to, tag, pytree)
+        self.sent_messages += 1
         self.sent_bytes += pytree.num_bytes
 
     def recv(self, source: int, tag: Tag) -> Received:
