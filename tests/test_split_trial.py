@@ -31,6 +31,24 @@ def test_the_first_rounds_change_no_result(name: str, workers: int) -> None:
         torch.testing.assert_close(model.state_dict(), plain, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("workers", [2, 3])
+def test_the_first_rounds_have_the_batchnorm_of_one_process(workers: int) -> None:
+    """In these four rounds, one worker computes whole batches, so statistics are those of whole batches."""
+
+    def script(join: Join) -> nn.Module:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+        with join(model, optimizer) as run:
+            for batch in run.batches(DATA, batch_size=6, drop_last=True):
+                train(model, optimizer, batch)
+        return model
+
+    plain = script(Plain).state_dict()
+    for model in run_group(script, workers, on_trial()):
+        torch.testing.assert_close(model.state_dict(), plain, rtol=1e-12, atol=1e-12)
+
+
 def summed(join: Join, every: int = 1, no_sync_from: int = 100) -> nn.Module:
     """Train with a loss that is the sum over samples, divided by a constant."""
     model = net()
