@@ -14,7 +14,7 @@ import rainband.rounds.member
 import rainband.rounds.view
 from rainband.rounds.average import Contribution, average
 from rainband.rounds.board import LocalBoard, SharedMemory
-from rainband.rounds.cut import part_sizes
+from rainband.rounds.cut import by_member, cut_each, part_sizes
 from rainband.rounds.exchange import Part, RoundId
 from rainband.rounds.member import RoundMember
 from rainband.rounds.rounds import RoundExchange
@@ -52,6 +52,23 @@ def test_every_sample_is_in_one_part_and_no_part_has_a_single_one(total: int, sh
     sizes = part_sizes(total, tuple(shares))
     assert sum(sizes) == total
     assert total == 1 or 1 not in sizes
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.lists(st.floats(0.01, 9.0), min_size=1, max_size=5))
+def test_several_batches_in_a_round_are_each_cut_in_proportion(lengths: list[int], shares: list[float]) -> None:
+    sizes = part_sizes(sum(lengths), tuple(shares))
+    rows = cut_each(lengths, sizes)
+    assert [sum(row) for row in rows] == lengths
+    assert [sum(column) for column in zip(*rows, strict=True)] == list(sizes)
+    for length, row in zip(lengths, rows, strict=True):
+        assert all(
+            part >= 0 and abs(part - length * size / sum(lengths)) < 2 for part, size in zip(row, sizes, strict=True)
+        )
+    numbers = by_member(range(sum(lengths)), rows)
+    assert sorted(numbers) == list(range(sum(lengths)))
+    if len(lengths) == 2:
+        first = [k for k in numbers[: sizes[0]] if k < lengths[0]]
+        assert first == list(range(rows[0][0]))  # of the first batch, the first ones are the first member's
 
 
 # ---- the mean ----
@@ -316,7 +333,7 @@ def two_go_on_alone(patch: pytest.MonkeyPatch) -> None:
 
 def old_parameters_get_new_gradients(patch: pytest.MonkeyPatch) -> None:
     """A member that missed a step counts what others contributed meanwhile as applied."""
-    patch.setattr(RoundMember, "_accounted", lambda member: {**member.first, **member.averaged})
+    patch.setattr(rainband.rounds.member, "accounted", lambda first, averaged, *others: {**first, **averaged})
 
 
 MUTATIONS: dict[Mutation, str] = {

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ class Plain:
         order = list(ShuffledOrder(len(dataset), batch_size, 0, drop_last).batches(self.passes - 1))
         return DataLoader(dataset, batch_sampler=order, generator=torch.Generator(), **arguments)
 
-    def loader(self, loader: Any) -> Any:
+    def loader(self, loader: Any, batches_ahead: int = 1) -> Any:
         return loader
 
     def part(self, batch: Any) -> Any:
@@ -364,6 +365,22 @@ def accumulation(join: Join) -> nn.Module:
                     optimizer.zero_grad()
             optimizer.step()  # the rest
             optimizer.zero_grad()
+    return model
+
+
+@habit
+def accumulation_over_batches_drawn_ahead(join: Join) -> nn.Module:
+    """Three batches are drawn, then computed, as some libraries do; the last ones are fewer and smaller."""
+    model = net()
+    optimizer = Adam(model.parameters(), lr=0.05)
+    with join(model, optimizer) as run:
+        for _ in range(2):
+            batches = iter(run.loader(DataLoader(DATA, batch_size=4, shuffle=True), batches_ahead=3))
+            while drawn := list(islice(batches, 3)):
+                for inputs, labels in drawn:
+                    (cross_entropy(model(inputs), labels) / len(drawn)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
     return model
 
 

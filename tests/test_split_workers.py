@@ -334,6 +334,33 @@ def test_a_worker_pauses_and_returns() -> None:
     assert 4 in parts[0]  # while it was alone
 
 
+@pytest.mark.parametrize("workers", WORKERS)
+def test_numbers_that_are_averaged_change_no_account(workers: int) -> None:
+    """Also in a batch without an exchange of gradients, and after a pass."""
+
+    def script(join: Join) -> nn.Module:
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with join(model, optimizer) as run:
+            for _ in range(2):
+                for number, batch in enumerate(run.batches(DATA, batch_size=4)):
+                    if number % 2 == 0:
+                        with run.no_sync():
+                            assert run.mean(backward(model, batch)) > 0
+                    else:
+                        backward(model, batch)
+                        optimizer.step()
+                        optimizer.zero_grad()
+                backward(model, DATA[:4])
+                optimizer.zero_grad()
+                run.mean(1.0)
+        return model
+
+    group = Group()
+    run_group(script, workers, group)
+    assert (group.view.applied, group.view.skipped, group.view.batches) == (52, (), 14)
+
+
 @pytest.mark.parametrize("own", [False, True])
 def test_one_worker_stops_the_run_for_all(own: bool) -> None:
     ends = []

@@ -1,30 +1,153 @@
 """Join a run from a loop written with Accelerate.
 
 from rainband.adapters.accelerate import join
-model, optimizer = accelerator.prepare(model, optimizer)
+model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 with join(accelerator, model, optimizer) as run:
     ...  # the loop as it is, with accelerator.backward(loss)
+
+By default, the workers share each batch of the prepared loaders, and make the updates of one process. A loader that is
+read while the model is in evaluation mode (model.eval()), or without gradients, gives whole batches on all workers.
+Only one worker is the main process, which saves and logs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
+
 from rainband.join import join as join_plainly
+from rainband.join import rank
+from rainband.runtimes.training_loop.split.loop import SplitLoop
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from rainband.runtimes.training_loop.loop import TrainingLoop
     from rainband.runtimes.training_loop.single_process import SingleProcessLoop
-    from rainband.runtimes.training_loop.split.loop import SplitLoop
 
 
-def join(accelerator: Accelerator, model: Any, optimizer: Any) -> SplitLoop | TrainingLoop | SingleProcessLoop:
-    """Call rainband.join for the model and the optimizer that accelerator.prepare(...) returned."""
-    if accelerator.num_processes > 1:
+@contextmanager
+def join(
+    accelerator: Accelerator, model: Any, optimizer: Any
+) -> Iterator[SplitLoop | TrainingLoop | SingleProcessLoop]:
+    """Call rainband.join for the model and the optimizer that accelerator.prepare(...) returned; lists for several."""
+    check_one_process(accelerator.num_processes)
+    several = isinstance(model, list | tuple)
+    plain = [accelerator.unwrap_model(each) for each in (model if several else [model])]
+    run = join_plainly(plain if several else plain[0], optimizer)
+    if isinstance(run, SplitLoop):
+        run.register(*accelerator._schedulers, *([accelerator.scaler] if accelerator.scaler is not None else []))
+    with run, SharedLoaders(run, plain):
+        yield run
+
+
+def check_one_process(number: int) -> None:
+    """Raise ValueError if another launcher has started several processes."""
+    if number > 1:
         raise ValueError(
-            f"Accelerate has started {accelerator.num_processes} processes, but a worker has one: start the script "
-            "with `rainband run`, not with `accelerate launch`."
+            f"Accelerate has started {number} processes, but a worker has one: start the script with `rainband run`, "
+            "not with `accelerate launch`."
         )
-    return join_plainly(accelerator.unwrap_model(model), optimizer)
+
+
+def set_main_process(is_main: bool) -> None:
+    """Make this process the main one, which saves and logs, or not."""
+    from accelerate.state import AcceleratorState, PartialState
+
+    number = 0 if is_main else max(1, rank())
+    for state in (PartialState._shared_state, AcceleratorState._shared_state):
+        if "process_index" in state:
+            state["process_index"] = state["local_process_index"] = number
+
+
+class SharedLoaders:
+    """While a run is joined, loaders of Accelerate give each worker its part of every batch that trains."""
+
+    def __init__(self, run: Any, models: Sequence[nn.Module], batches_ahead: int = 1) -> None:
+        self.run = run
+        self.models = models
+        self.batches_ahead = batches_ahead  # that the loop draws before their backward passes
+        self.before: list[tuple[Any, Any]] = []  # classes of loaders, and how they iterated
+
+    def __enter__(self) -> SharedLoaders:
+        if not isinstance(self.run, SplitLoop):
+            return self  # the servers' strategies, and scripts of one process: every worker reads its own data
+        from accelerate import data_loader
+
+        for kind in (data_loader.DataLoaderShard, data_loader.DataLoaderDispatcher):
+            self.before.append((kind, kind.__iter__))
+            kind.__iter__ = self._iterating(kind.__iter__)
+        set_main_process(self.run.is_first)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for kind, before in self.before:
+            kind.__iter__ = before
+        self.before.clear()
+
+    def _iterating(self, before: Any) -> Any:
+        def iterate(loader: Any) -> Iterator[Any]:
+            if self._trains():
+                return self._parts(loader)
+            return self._whole(loader) if hasattr(loader, "_fetch_batches") else before(loader)
+
+        return iterate
+
+    def _trains(self) -> bool:
+        return torch.is_grad_enabled() and any(model.training for model in self.models)
+
+    def _parts(self, loader: Any) -> Iterator[Any]:
+        """Iterate as the loader itself does, over this worker's part of each batch."""
+        loader.begin()
+        loader.set_epoch(loader.iteration)
+        whole = loader.base_dataloader
+        if skipped := getattr(loader, "skip_batches", 0):
+            whole = _Rest(whole, skipped)
+        parts = self.run.loader(whole, self.batches_ahead)
+        count = _length(parts)
+        for number, batch in enumerate(parts):
+            set_main_process(self.run.is_first)
+            done = self.run.where.batch if self.batches_ahead == 1 else number
+            loader.end_of_dataloader = done + 1 == count
+            yield _on_device(loader, batch)
+        loader.end_of_dataloader = True
+        loader.iteration += 1
+        loader.end()
+
+    def _whole(self, loader: Any) -> Iterator[Any]:
+        """Iterate over whole batches; Accelerate would read them on the main process, and send them to the others."""
+        loader.begin()
+        for batch in loader.base_dataloader:
+            yield _on_device(loader, batch)
+        loader.end_of_dataloader = True
+        loader.end()
+
+
+class _Rest:
+    """The batches of a loader after the first ones."""
+
+    def __init__(self, loader: Any, skipped: int) -> None:
+        self.loader = loader
+        self.skipped = skipped
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.loader), self.skipped, None)
+
+
+def _length(loader: Any) -> int:
+    try:
+        return len(loader)
+    except TypeError:  # a stream
+        return -1
+
+
+def _on_device(loader: Any, batch: Any) -> Any:
+    from accelerate.utils import send_to_device
+
+    device = getattr(loader, "device", None)
+    return batch if device is None else send_to_device(batch, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 MIN_SAMPLES = 2  # of a part: batch normalization needs two
@@ -36,3 +37,42 @@ def part_sizes(total: int, shares: tuple[float, ...]) -> tuple[int, ...]:
     for i, more in zip(active, extra, strict=True):
         sizes[i] = MIN_SAMPLES + more
     return tuple(sizes)
+
+
+def cut_each(lengths: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+    """Divide each of several batches among the members, in proportion, so that member j gets `sizes[j]` in all.
+
+    The lengths have the sum of the sizes. The result has a row for each batch and a column for each member.
+    """
+    left, rows = list(sizes), []
+    for length in lengths:
+        rest = sum(left)
+        exact = [length * size / rest if rest else 0.0 for size in left]
+        row = [int(fraction) for fraction in exact]
+        by_remainder = sorted(range(len(row)), key=lambda j: (row[j] - exact[j], j))
+        for j in by_remainder[: length - sum(row)]:
+            row[j] += 1
+        left = [size - taken for size, taken in zip(left, row, strict=True)]
+        rows.append(row)
+    return rows
+
+
+def by_member(samples: Sequence[int], rows: Sequence[Sequence[int]]) -> list[int]:
+    """Return the samples of several batches in the order of the members that get them, each those of all batches."""
+    found: list[list[int]] = [[] for _ in rows[0]]
+    at = 0
+    for row in rows:
+        for own, size in zip(found, row, strict=True):
+            own += samples[at : at + size]
+            at += size
+    return [sample for own in found for sample in own]
+
+
+def each_twice(samples: Sequence[int], lengths: Sequence[int]) -> list[int]:
+    """Return the samples of several batches, each batch twice; without lengths, they are one batch."""
+    found: list[int] = []
+    at = 0
+    for length in lengths or [len(samples)]:
+        found += 2 * list(samples[at : at + length])
+        at += length
+    return found

@@ -51,6 +51,7 @@ class Part(NamedTuple):
     total: int = 0  # samples of the round, over all members
     is_over: bool = False  # the epoch has no such round
     trial: Trial | None = None  # what this round is for, if it is one of the first
+    pieces: tuple[int, ...] = ()  # how many of the samples are of each batch, if the round has several
 
     @property
     def last(self) -> int:
@@ -109,10 +110,11 @@ class Exchange(Protocol):
         Called again before `cut`, it returns the same round.
         """
 
-    def cut(self, batch: Sequence[int] | None) -> Part:
+    def cut(self, batch: Sequence[int] | None, lengths: Sequence[int] = ()) -> Part:
         """Return this member's part of the round's batch; with None, of what was carried over, if anything was.
 
         Every member passes the same batch: sample indices, or range(n) for n rows that the loop has drawn itself.
+        With `lengths`, it is several batches in one, and the part has a piece of each: `weight` is that of all.
         """
 
     def mean(

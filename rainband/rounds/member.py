@@ -19,7 +19,7 @@ from torch import Tensor
 from rainband.errors import StateLost
 from rainband.rounds.average import Floats, Row, average, given_by, mask_of
 from rainband.rounds.board import Asking, Board, Condition, RoundEntry
-from rainband.rounds.cut import MIN_SAMPLES, part_sizes
+from rainband.rounds.cut import MIN_SAMPLES, by_member, cut_each, each_twice, part_sizes
 from rainband.rounds.exchange import Outcome, Part, RoundId, StateHolder
 from rainband.rounds.view import (
     DRIFT_ROUNDS,
@@ -28,6 +28,7 @@ from rainband.rounds.view import (
     Member,
     RoundDecision,
     RoundView,
+    accounted,
     leader_of,
     means,
     next_view,
@@ -84,6 +85,7 @@ class RoundMember:
         self.missing: tuple[int, ...] = ()  # positions that the last exchange lacks, and the next one averages
         self.first: Headers = {}  # of the round's first exchange
         self.averaged: Headers = {}  # of the first one with tensors
+        self.closed: Headers = {}  # of the last one, in a round without tensors
         self.has_published = False  # tensors
         self.has_averaged = False
         self.kind: Kind = "skip"  # of a round without an exchange
@@ -105,7 +107,7 @@ class RoundMember:
             else:
                 return self.view.where
 
-    def cut(self, batch: Sequence[int] | None) -> Part:
+    def cut(self, batch: Sequence[int] | None, lengths: Sequence[int] = ()) -> Part:
         """Return this member's part of the round's samples."""
         carried = () if self.whole_batches else self.view.carried
         if batch is None and not carried:
@@ -115,9 +117,13 @@ class RoundMember:
         ranks = [member.rank for member in self.view.members]
         sizes = self.view.sizes(len(self.samples))
         mine = ranks.index(self.rank)
+        rows: list[list[int]] = []
+        if lengths:
+            rows = cut_each([lengths[0] + len(carried), *lengths[1:]], sizes)
+            self.samples = by_member(self.samples, rows)
         first, size, total = sum(sizes[:mine]), sizes[mine], len(self.samples)
         part = self.samples[first : first + size] if size else self.samples[:MIN_SAMPLES]
-        self.part = self._on_trial(Part(part, first, size, total))
+        self.part = self._on_trial(Part(part, first, size, total, pieces=tuple(row[mine] for row in rows)), lengths)
         self.began_at = self.clock()
         self._cut_whole()
         return self.part
@@ -161,7 +167,7 @@ class RoundMember:
                 return
             self._cut_missing(published)
 
-    def _on_trial(self, part: Part) -> Part:
+    def _on_trial(self, part: Part, lengths: Sequence[int]) -> Part:
         """Return the part of one of the first rounds, which tell how one process would train."""
         view = self.view
         if view.serial == view.trial > 0:
@@ -172,7 +178,9 @@ class RoundMember:
             return part._replace(trial="whole")
         second = next(m.rank for m in view.members if m.rank != view.longest_serving)
         if view.serial == 0 and self.rank == second:
-            return part._replace(samples=[*self.samples, *self.samples], trial="doubled")
+            return part._replace(
+                samples=each_twice(self.samples, lengths), trial="doubled", pieces=tuple(2 * n for n in lengths)
+            )
         return part._replace(trial="idle")
 
     def _end_round(self) -> Waiting:
@@ -180,6 +188,7 @@ class RoundMember:
         if not self.has_published:
             headers: Headers | None = yield from self._exchange(self.kind)
             if headers is not None:
+                self.closed = headers
                 yield from self._follow(headers)
         if not self.is_in:
             return
@@ -201,15 +210,8 @@ class RoundMember:
 
     def _next_view(self) -> RoundDecision:
         samples: Sequence[int] = () if self.whole_batches else self.samples  # the loop counts whole batches itself
-        return next_view(self.view, self.first, self._accounted(), samples, self.equal_parts)
-
-    def _accounted(self) -> Headers:
-        """Return the headers that say what became of the round's samples."""
-        if not self.has_averaged:  # this member's state lacks the mean of the others, if there was one
-            missed = {rank: h for rank, h in self.averaged.items() if h.kind == "mean"}
-            return {rank: h for rank, h in self.first.items() if rank not in missed}
-        skipped = {rank: h for rank, h in self.first.items() if h.kind == "skip"}
-        return {**skipped, **self.averaged} if skipped else self.averaged
+        counted = accounted(self.first, self.averaged, self.closed, self.has_averaged)
+        return next_view(self.view, self.first, counted, samples, self.equal_parts)
 
     def _take(self, view: RoundView) -> None:
         self.view = view

@@ -54,8 +54,8 @@ class RoundExchange:
         where: RoundId = self._run(self.member.begin(epoch))
         return where
 
-    def cut(self, batch: Sequence[int] | None) -> Part:
-        return self.member.cut(batch)
+    def cut(self, batch: Sequence[int] | None, lengths: Sequence[int] = ()) -> Part:
+        return self.member.cut(batch, lengths)
 
     def mean(
         self,

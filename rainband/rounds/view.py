@@ -53,6 +53,7 @@ class RoundView(msgspec.Struct, frozen=True, array_like=True):
     drifted: int = 0  # of these, because parameters differed
     trial: int = 0  # rounds at the start of the run in which the longest-serving member computes whole batches
     compares: bool = False  # all compare their parameters in this round: somebody's loop has changed its own
+    batches: int = 0  # rounds that had samples
 
     @property
     def where(self) -> RoundId:
@@ -129,6 +130,22 @@ class RoundDecision(NamedTuple):
     joined: frozenset[int]  # of these, those that did not take part in this round
 
 
+def accounted(
+    first: Mapping[int, Header], averaged: Mapping[int, Header], closed: Mapping[int, Header], has_averaged: bool
+) -> Mapping[int, Header]:
+    """Return the headers that say what became of a round's samples, for a member that has, or lacks, the mean.
+
+    They are those of the first exchange, of the first one with tensors, and of the last one if none had tensors.
+    """
+    if not averaged:  # numbers may have been exchanged before all said what they do with their parts
+        return {rank: closed.get(rank, h) if h.kind == "scalars" else h for rank, h in first.items()}
+    if not has_averaged:  # this member's state lacks the mean of the others
+        missed = {rank for rank, header in averaged.items() if header.kind == "mean"}
+        return {rank: header for rank, header in first.items() if rank not in missed}
+    skipped = {rank: header for rank, header in first.items() if header.kind == "skip"}
+    return {**skipped, **averaged} if skipped else averaged
+
+
 def next_view(
     view: RoundView,
     first: Mapping[int, Header],
@@ -163,10 +180,9 @@ def next_view(
     receivers = frozenset(missed | drifted | set(joins))
 
     counted = _Counted(view)
-    if samples:
-        counted.round(view, accounted, samples)
-    else:
+    if not samples:
         counted.carried = list(view.carried)
+    counted.round(view, accounted, samples)
     counted.leave_out(best.left_out)
     counted.forget({m.rank for m in view.members} - {m.rank for m in stay})
     compared = [header.fingerprint for header in first.values() if header.kind != "end"]
@@ -193,6 +209,7 @@ def next_view(
         drifted=view.drifted + len(drifted),
         trial=view.trial,
         compares=any(compared) and not all(compared),
+        batches=view.batches + bool(samples),
     )
     return RoundDecision(after, leader, receivers, frozenset(joins))
 
@@ -226,6 +243,7 @@ def _usual(
         transfers=view.transfers,
         drifted=view.drifted,
         trial=view.trial,
+        batches=view.batches + bool(samples),
     )
     return RoundDecision(after, leader_of(first), frozenset(), frozenset())
 

@@ -96,7 +96,7 @@ class SingleProcessLoop:
 
     is_first = True
 
-    def loader(self, loader: Any) -> Any:
+    def loader(self, loader: Any, batches_ahead: int = 1) -> Any:
         """Return the loader: there are no workers to share its batches with."""
         return loader
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from rainband.protocol.messages import Dataset as Description
+from rainband.rounds.cut import MIN_SAMPLES
 from rainband.rounds.exchange import Part
 from rainband.runtimes.training_loop.batches import fingerprint_of
 from rainband.runtimes.training_loop.batches import loader as parts_loader
@@ -37,8 +38,8 @@ class Rounds(Protocol):
     def begin_round(self, number: int) -> int | None:
         """Begin the next round of a pass, and return the number of its batch; None if the pass is over."""
 
-    def cut(self, batch: Indices | None) -> Part:
-        """Return this worker's part of the batch."""
+    def cut(self, batch: Indices | None, lengths: Sequence[int] = ()) -> Part:
+        """Return this worker's part of the batch, or of several batches of these lengths."""
 
 
 class PassData(NamedTuple):
@@ -95,6 +96,7 @@ class SamplerOrder:
         self.sampler = sampler
         self.random = random
         self.generator = generator
+        self.has_drawn = False  # what a DataLoader draws at its start
         self.drop_last = bool(getattr(sampler, "drop_last", False))
 
     @property
@@ -107,7 +109,9 @@ class SamplerOrder:
 
     def batches(self, number: int) -> Iterator[list[int]]:
         with self.random.active():
-            torch.empty((), dtype=torch.int64).random_(generator=self.generator)  # as a DataLoader does at its start
+            if not self.has_drawn:
+                torch.empty((), dtype=torch.int64).random_(generator=self.generator)  # as a DataLoader at its start
+            self.has_drawn = False
             batches = iter(self.sampler)
             first = list(islice(batches, 1))
         yield from map(list, first)
@@ -161,8 +165,12 @@ class PartLoader:
             loaded = next(self.loaded, None)
             if self.due and self.due.popleft() == samples:
                 return loaded
+        return self.now(samples)
+
+    def now(self, samples: Indices) -> Any:
+        """Load these samples in this process."""
         if hasattr(self.dataset, "__getitems__"):
-            return self.collate(self.dataset.__getitems__(samples))
+            return self.collate(self.dataset.__getitems__(list(samples)))
         return self.collate([self.dataset[k] for k in samples])
 
     def end_pass(self) -> None:
@@ -175,13 +183,25 @@ class SplitBatches:
     """Stands where a DataLoader stood: each iteration is a pass over the data, of which every worker gets its parts."""
 
     def __init__(
-        self, rounds: Rounds, dataset: Any, order: ShuffledOrder | SamplerOrder, batch_size: int | None, arguments: Any
+        self,
+        rounds: Rounds,
+        dataset: Any,
+        order: ShuffledOrder | SamplerOrder,
+        batch_size: int | None,
+        arguments: Any,
+        batches_ahead: int = 1,
     ) -> None:
         self.rounds = rounds
+        self.batches_ahead = batches_ahead  # that the loop draws before their backward passes: they share a round
         self.dataset = dataset
         self.order = order
         self.batch_size = batch_size
         self.parts = PartLoader(dataset, arguments)
+
+    def continue_iteration(self) -> None:
+        """Take the place of an iterator of the DataLoader that was made, and has drawn a random number."""
+        if isinstance(self.order, SamplerOrder):
+            self.order.has_drawn = True
 
     def __len__(self) -> int:
         """Return the number of batches of a pass, as in one process."""
@@ -196,6 +216,9 @@ class SplitBatches:
         )
 
     def __iter__(self) -> Iterator[Any]:
+        if self.batches_ahead > 1:
+            yield from self._pieces()
+            return
         number = self.rounds.begin_pass(len(self), self._data())
         self.parts.passes = number
         whole = coming = enumerate(self.order.batches(number))
@@ -216,6 +239,28 @@ class SplitBatches:
                 index = self.rounds.begin_round(number)
         finally:
             self.parts.end_pass()
+
+    def _pieces(self) -> Iterator[Any]:
+        """Yield this worker's piece of each batch, of several batches in a round."""
+        ahead, rounds = self.batches_ahead, -(-len(self) // self.batches_ahead)
+        number = self.rounds.begin_pass(rounds, self._data())
+        batches = self.order.batches(number)
+        drawn = enumerate(iter(lambda: list(islice(batches, ahead)), []))
+        index = self.rounds.begin_round(number)
+        if index is None:
+            deque(islice(drawn, rounds), maxlen=0)
+        while index is not None:
+            several = next((several for k, several in drawn if k == index), [])
+            lengths = [len(batch) for batch in several]
+            part = self.rounds.cut([k for batch in several for k in batch] if several else None, lengths)
+            if part.is_over:
+                break
+            at = 0
+            for size in part.pieces or (len(part.samples),):
+                samples = part.samples[at : at + size] or part.samples[:MIN_SAMPLES]  # those do not count
+                at += size
+                yield self.parts.now(samples)
+            index = self.rounds.begin_round(number)
 
 
 class StreamBatches:
@@ -253,9 +298,15 @@ def _length(loader: Any) -> int:
         return 0
 
 
-def batches_of(rounds: Rounds, loader: Any) -> SplitBatches | StreamBatches:
+def batches_of(rounds: Rounds, loader: Any, batches_ahead: int = 1) -> SplitBatches | StreamBatches:
     """Return what stands in the place of a user's loader."""
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+    stream = not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset)
+    if batches_ahead > 1 and (stream or loader.batch_sampler is None):
+        raise ValueError(
+            f"{type(loader).__name__} has no sample numbers, so only one batch can be drawn before its backward pass: "
+            "use a dataset with __len__ and __getitem__, or no gradient accumulation."
+        )
+    if stream:
         return StreamBatches(rounds, loader)
     if isinstance(loader.sampler, DistributedSampler):
         raise ValueError("run.loader divides the batches itself: omit the DistributedSampler of the DataLoader.")
@@ -263,7 +314,7 @@ def batches_of(rounds: Rounds, loader: Any) -> SplitBatches | StreamBatches:
         return StreamBatches(rounds, loader)  # batch_size=None: the dataset makes the batches
     arguments = {name: getattr(loader, name) for name in TAKEN_OVER if getattr(loader, name, None) is not None}
     order = SamplerOrder(loader.batch_sampler, rounds.random, loader.generator)
-    return SplitBatches(rounds, loader.dataset, order, loader.batch_size, arguments)
+    return SplitBatches(rounds, loader.dataset, order, loader.batch_size, arguments, batches_ahead)
 
 
 # ---- parts of tensors ----

@@ -146,8 +146,13 @@ class GradientExchange:
             if self.state.is_sum:
                 raise ValueError("run.weight(...) is for means, and this loss is a sum over samples: omit it.")
             raise ValueError("run.weight(...) and run.no_sync() cannot be combined: accumulate without run.no_sync().")
+        if self.part is not None and self.part.pieces and self.uses_loaders:
+            raise ValueError(
+                "this loop draws several batches before their backward passes, so each of these averages gradients: "
+                "omit run.no_sync(), and use a loss that is a mean over samples, not a sum."
+            )
         self._stop_scaling()
-        if self.part is None or not self.uses_loaders:
+        if self.part is None or self.part.is_over or not self.uses_loaders:
             return
         members = len(self.exchange.members)
         if self.state.is_sum:
@@ -180,11 +185,7 @@ class GradientExchange:
         alone = len(self.exchange.members) == 1
         tensors += [None if alone else buffer.change() for buffer in self.tensors.buffers]
         stop = 0.0 if self.wants_stop is None else 1.0
-        weight = self.weight
-        if self.deferred or self.state.is_sum:
-            weight = 1.0  # the gradients are scaled
-        elif self.uses_loaders and self.part is not None and not self.part.weight:
-            weight = 0.0  # another worker has this part, too
+        weight = self._weight()
         self.trial.before(self.part, tensors[: len(self.tensors.parameters)], self.exchanges)
         outcome = self.exchange.mean(tensors, weight, numbers_of(self.state.optimizers), (stop,))
         self.exchanges += 1
@@ -207,6 +208,19 @@ class GradientExchange:
         self._put_numbers(outcome.numbers)
         if outcome.scalars and outcome.scalars[0] > 0:
             self.state.stopped = self._why_stopped()
+
+    def _weight(self) -> float | None:
+        """Return the weight of the next exchange of gradients; None: the number of samples of this worker's part."""
+        if self.deferred or self.state.is_sum:
+            return 1.0  # the gradients are scaled
+        if not self.uses_loaders or self.part is None:
+            return self.weight
+        if not self.part.weight:
+            return 0.0  # another worker has this part, too
+        pieces = self.part.pieces
+        if self.weight is not None or not pieces:
+            return self.weight
+        return float(pieces[min(self.exchanges, len(pieces) - 1)])  # of the batch of this backward pass
 
     def _put(self, tensors: list[Tensor | None], alone: bool) -> None:
         count = len(self.tensors.parameters)

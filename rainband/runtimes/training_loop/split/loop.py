@@ -126,13 +126,14 @@ class SplitLoop:
             order = ShuffledOrder(len(dataset), batch_size, self.seed, drop_last)
         return SplitBatches(self, dataset, order, batch_size, arguments)
 
-    def loader(self, loader: Any) -> SplitBatches | StreamBatches:
+    def loader(self, loader: Any, batches_ahead: int = 1) -> SplitBatches | StreamBatches:
         """Return what stands in the place of this loader; its batches are shared by the workers.
 
         Of a DataLoader it takes over dataset, sampler and collate function, and each worker loads its parts alone. Of
         a stream (an IterableDataset, or any other iterable) every worker reads all batches, and keeps its parts.
+        A loop that draws several batches before their backward passes says how many: `batches_ahead`.
         """
-        return batches_of(self, loader)
+        return batches_of(self, loader, batches_ahead)
 
     def part(self, batch: Any) -> Any:
         """Return this worker's part of a batch that every worker has drawn alike, with run.generator.
@@ -198,9 +199,9 @@ class SplitLoop:
         if sentence and self.exchange.is_first:
             print(sentence, file=sys.stderr)
 
-    def cut(self, batch: Indices | None) -> Part:
-        """Return this worker's part of the round's batch."""
-        part = self.exchange.cut(batch)
+    def cut(self, batch: Indices | None, lengths: Sequence[int] = ()) -> Part:
+        """Return this worker's part of the round's batch, or batches of these lengths."""
+        part = self.exchange.cut(batch, lengths)
         self.gradients.set_part(part)
         return part
 

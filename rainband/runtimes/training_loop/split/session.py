@@ -124,9 +124,9 @@ class LoopSession:
     def _account(self) -> SampleAccount:
         view = self.exchange.view
         if not self.counts_samples:
-            return SampleAccount(rounds=view.serial - view.epoch)
+            return SampleAccount(rounds=view.batches)
         return SampleAccount(
-            rounds=view.serial - view.epoch,  # the end of an epoch is a round, too
+            rounds=view.batches,
             applied=view.applied,
             skipped=dict(view.skipped),
             carried_over=view.carried_over,
