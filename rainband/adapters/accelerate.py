@@ -12,13 +12,14 @@ Only one worker is the main process, which saves and logs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from rainband.join import join as join_plainly
 from rainband.join import rank
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
 
     from rainband.runtimes.training_loop.loop import TrainingLoop
     from rainband.runtimes.training_loop.single_process import SingleProcessLoop
+
+WHOLE_BATCHES = (
+    "rainband: a step was made with batches of a loader that was read in evaluation mode, so every worker computes "
+    "whole batches. To share them, call model.train() before the loop over the loader."
+)
 
 
 @contextmanager
@@ -42,7 +48,11 @@ def join(
     run = join_plainly(plain if several else plain[0], optimizer)
     if isinstance(run, SplitLoop):
         run.register(*accelerator._schedulers, *([accelerator.scaler] if accelerator.scaler is not None else []))
-    with run, SharedLoaders(run, plain):
+
+    def trains(loader: Any) -> bool:
+        return torch.is_grad_enabled() and any(each.training for each in plain)
+
+    with run, SharedLoaders(run, trains):
         yield run
 
 
@@ -66,12 +76,18 @@ def set_main_process(is_main: bool) -> None:
 
 
 class SharedLoaders:
-    """While a run is joined, loaders of Accelerate give each worker its part of every batch that trains."""
+    """While a run is joined, loaders of Accelerate give each worker its part of every batch that trains.
 
-    def __init__(self, run: Any, models: Sequence[nn.Module], batches_ahead: int = 1) -> None:
+    `trains` says whether a loader is read for training.
+    """
+
+    def __init__(self, run: Any, trains: Callable[[Any], bool], batches_ahead: int = 1) -> None:
         self.run = run
-        self.models = models
+        self.trains = trains
         self.batches_ahead = batches_ahead  # that the loop draws before their backward passes
+        self.drawn = {"parts": 0, "whole": 0}  # batches since the last step
+        self.has_told = False
+        self.hooks: list[RemovableHandle] = []
         self.before: list[tuple[Any, Any]] = []  # classes of loaders, and how they iterated
 
     def __enter__(self) -> SharedLoaders:
@@ -82,6 +98,7 @@ class SharedLoaders:
         for kind in (data_loader.DataLoaderShard, data_loader.DataLoaderDispatcher):
             self.before.append((kind, kind.__iter__))
             kind.__iter__ = self._iterating(kind.__iter__)
+        self.hooks = [optimizer.register_step_post_hook(self._after_step) for optimizer in self.run.optimizers]
         set_main_process(self.run.is_first)
         return self
 
@@ -89,17 +106,28 @@ class SharedLoaders:
         for kind, before in self.before:
             kind.__iter__ = before
         self.before.clear()
+        for hook in self.hooks:
+            hook.remove()
 
     def _iterating(self, before: Any) -> Any:
         def iterate(loader: Any) -> Iterator[Any]:
-            if self._trains():
+            if self.trains(loader):
                 return self._parts(loader)
-            return self._whole(loader) if hasattr(loader, "_fetch_batches") else before(loader)
+            return self._count(self._whole(loader) if hasattr(loader, "_fetch_batches") else before(loader))
 
         return iterate
 
-    def _trains(self) -> bool:
-        return torch.is_grad_enabled() and any(model.training for model in self.models)
+    def _count(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self.drawn["whole"] += 1
+            yield batch
+
+    def _after_step(self, *given: Any) -> None:
+        """Say if a step was made with whole batches: the result is right, and no worker has saved time."""
+        if self.drawn["whole"] and not self.drawn["parts"] and not self.has_told and self.run.is_first:
+            self.has_told = True
+            print(WHOLE_BATCHES, file=sys.stderr)
+        self.drawn = {"parts": 0, "whole": 0}
 
     def _parts(self, loader: Any) -> Iterator[Any]:
         """Iterate as the loader itself does, over this worker's part of each batch."""
@@ -112,6 +140,7 @@ class SharedLoaders:
         count = _length(parts)
         for number, batch in enumerate(parts):
             set_main_process(self.run.is_first)
+            self.drawn["parts"] += 1
             done = self.run.where.batch if self.batches_ahead == 1 else number
             loader.end_of_dataloader = done + 1 == count
             yield _on_device(loader, batch)

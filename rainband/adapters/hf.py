@@ -42,7 +42,10 @@ class RainbandTrainerCallback(TrainerCallback):  # type: ignore[misc]
         if isinstance(self.run, SplitLoop):
             self.run.register(kwargs["lr_scheduler"], Steps(state))
         self.run.__enter__()
-        self.loaders = SharedLoaders(self.run, [model], args.gradient_accumulation_steps)
+        train = kwargs["train_dataloader"]
+        self.loaders = SharedLoaders(
+            self.run, lambda loader: continues(loader, train), args.gradient_accumulation_steps
+        )
         self.loaders.__enter__()
         if isinstance(self.run, SplitLoop):
             self.hook = model.register_forward_pre_hook(self._weigh, with_kwargs=True)
@@ -84,6 +87,14 @@ class RainbandTrainerCallback(TrainerCallback):  # type: ignore[misc]
         """Weight gradients by what the loss is a mean over: this worker's labels in all batches of the step."""
         if model.training and (items := kwargs.get("num_items_in_batch")) is not None:
             self.run.weight(float(items))
+
+
+def continues(loader: Any, train: Any) -> bool:
+    """Return True for the training loader, and for one that skips its first batches because training is resumed."""
+    if loader is train:
+        return True
+    rest = getattr(loader, "skip_batches", 0) or getattr(loader.batch_sampler, "skip_batches", 0)
+    return bool(rest) and loader.dataset is train.dataset
 
 
 class Steps:
