@@ -50,6 +50,11 @@ CHOOSE_STRATEGIES = ("bench/", "model_parallel/schedules/")
 FORWARDERS = {"rules/compensated.py"}
 # Objects of torch and of Python, not of our classes: their attributes may be set by computed names.
 FOREIGN = {"module", "parent", "self.parent", "main_module", "optimizer"}
+# Methods of classes of other libraries, which offer no observer and make the objects themselves.
+OF_OTHER_LIBRARIES = {
+    "adapters/lightning.py: strategy.reduce_boolean_decision",
+    "adapters/accelerate.py: kind.__iter__",
+}
 PROBES = {"getattr", "hasattr", "getattr_static", "getmembers", "vars", "dir", "attrgetter", "methodcaller"}
 PROBING_ATTRIBUTES = {"__dict__", "__getattribute__", "__getattr__"}
 AS_MAPPING = {"as_dict", "as_plain"}  # list all settings of a strategy; picking one of them is a probe
@@ -289,7 +294,7 @@ def replaced_methods(package: Package) -> Offenders:
                 offenders[f"{path}: {text}"] = (
                     f"{path}: {text} sets attributes whose names are not written: assign them"
                 )
-    return offenders
+    return {name: reason for name, reason in offenders.items() if name not in OF_OTHER_LIBRARIES}
 
 
 def writes_attributes(node: ast.AST) -> bool:

@@ -40,7 +40,7 @@ class RainbandTrainerCallback(TrainerCallback):  # type: ignore[misc]
         model = kwargs["model"]
         self.run = join(model, kwargs["optimizer"])
         if isinstance(self.run, SplitLoop):
-            self.run.register(kwargs["lr_scheduler"], Steps(state))
+            self.run.register(kwargs["lr_scheduler"], TrainerSteps(state))
         self.run.__enter__()
         train = kwargs["train_dataloader"]
         self.loaders = SharedLoaders(
@@ -81,7 +81,8 @@ class RainbandTrainerCallback(TrainerCallback):  # type: ignore[misc]
         if isinstance(self.run, SplitLoop):
             is_main = self.run.is_first
             set_main_process(is_main)
-            state.is_world_process_zero = state.is_local_process_zero = is_main
+            for name in ("is_world_process_zero", "is_local_process_zero"):
+                setattr(state, name, is_main)
 
     def _weigh(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Weight gradients by what the loss is a mean over: this worker's labels in all batches of the step."""
@@ -97,7 +98,7 @@ def continues(loader: Any, train: Any) -> bool:
     return bool(rest) and loader.dataset is train.dataset
 
 
-class Steps:
+class TrainerSteps:
     """The steps that a Trainer has done, which a worker that returns receives."""
 
     def __init__(self, state: TrainerState) -> None:

@@ -16,9 +16,11 @@ from typing import Any
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.plugins import CheckpointIO
     from lightning.pytorch.utilities import rank_zero_only
 except ModuleNotFoundError:  # its older name
     from pytorch_lightning import Callback, LightningModule, Trainer
+    from pytorch_lightning.plugins import CheckpointIO
     from pytorch_lightning.utilities import rank_zero_only
 
 from rainband.join import join, rank
@@ -88,13 +90,31 @@ class RainbandCallback(Callback):  # type: ignore[misc]
             return bool(number == 1.0 if all else number > 0.0)
 
         strategy.reduce_boolean_decision = decide
-        kind = type(strategy)
-        strategy.__class__ = type(
-            kind.__name__, (kind,), {"is_global_zero": property(lambda self: rank_zero_only.rank == 0)}
-        )
+        strategy.checkpoint_io = SavedOnce(strategy.checkpoint_io)
 
     def _choose_main(self) -> None:
         rank_zero_only.rank = 0 if self.run.is_first else max(1, rank())
+
+
+class SavedOnce(CheckpointIO):  # type: ignore[misc]
+    """Writes checkpoints on the main process only."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def save_checkpoint(self, *given: Any, **named: Any) -> None:
+        if rank_zero_only.rank == 0:
+            self.inner.save_checkpoint(*given, **named)
+
+    def load_checkpoint(self, *given: Any, **named: Any) -> Any:
+        return self.inner.load_checkpoint(*given, **named)
+
+    def remove_checkpoint(self, *given: Any, **named: Any) -> None:
+        if rank_zero_only.rank == 0:
+            self.inner.remove_checkpoint(*given, **named)
+
+    def teardown(self) -> None:
+        self.inner.teardown()
 
 
 class SharedLoader:

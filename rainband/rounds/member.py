@@ -117,10 +117,8 @@ class RoundMember:
         ranks = [member.rank for member in self.view.members]
         sizes = self.view.sizes(len(self.samples))
         mine = ranks.index(self.rank)
-        rows: list[list[int]] = []
-        if lengths:
-            rows = cut_each([lengths[0] + len(carried), *lengths[1:]], sizes)
-            self.samples = by_member(self.samples, rows)
+        rows = cut_each([lengths[0] + len(carried), *lengths[1:]], sizes) if lengths else []
+        self.samples = by_member(self.samples, rows) if rows else self.samples
         first, size, total = sum(sizes[:mine]), sizes[mine], len(self.samples)
         part = self.samples[first : first + size] if size else self.samples[:MIN_SAMPLES]
         self.part = self._on_trial(Part(part, first, size, total, pieces=tuple(row[mine] for row in rows)), lengths)
@@ -178,9 +176,8 @@ class RoundMember:
             return part._replace(trial="whole")
         second = next(m.rank for m in view.members if m.rank != view.longest_serving)
         if view.serial == 0 and self.rank == second:
-            return part._replace(
-                samples=each_twice(self.samples, lengths), trial="doubled", pieces=tuple(2 * n for n in lengths)
-            )
+            twice = each_twice(self.samples, lengths)
+            return part._replace(samples=twice, trial="doubled", pieces=tuple(2 * n for n in lengths))
         return part._replace(trial="idle")
 
     def _end_round(self) -> Waiting:

@@ -44,7 +44,7 @@ DIGITS = {"autoencoder": 4, "graph": 3, "language_model": 3, "table": 4}
 
 
 class Setup(NamedTuple):
-    """How a loop is run; no workers: plain PyTorch."""
+    """A way to run a loop; no workers: plain PyTorch."""
 
     workers: int = 0
     killed: int = 0
@@ -114,7 +114,7 @@ def missing(loops: list[str], seeds: int, setups: Sequence[Setup]) -> Iterator[t
 
 
 class Row(NamedTuple):
-    """What one loop reaches with each setup: mean and standard deviation over seeds."""
+    """The results of one loop with each setup, over seeds."""
 
     loop: str
     values: dict[str, list[float]]
@@ -160,7 +160,7 @@ def table() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m reproduce.default", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--limit", type=int, default=10**6, help="at most so many runs")
+    parser.add_argument("--limit", type=int, default=10**6, help="the largest number of runs")
     parser.add_argument("--loops", nargs="*", choices=LOOPS, default=list(LOOPS))
     parser.add_argument("--plain", action="store_true", help="only plain PyTorch")
     parser.add_argument("--table", action="store_true", help="only write the table into docs/results/default.md")

@@ -365,7 +365,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("loop", choices=LOOPS)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kill", type=int, default=0, help="so many workers are killed")
+    parser.add_argument("--kill", type=int, default=0, help="number of workers that are killed")
     parser.add_argument("--out", type=Path, default=None, help="folder for a file of each worker")
     asked = parser.parse_args()
     torch.manual_seed(asked.seed)
