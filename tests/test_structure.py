@@ -50,8 +50,9 @@ CHOOSE_STRATEGIES = ("bench/", "model_parallel/schedules/")
 FORWARDERS = {"rules/compensated.py"}
 # Objects of torch and of Python, not of our classes: their attributes may be set by computed names.
 FOREIGN = {"module", "parent", "self.parent", "main_module", "optimizer"}
-# Methods of classes of other libraries, which offer no observer and make the objects themselves.
+# Objects and classes of other libraries, which make these themselves and offer no observer.
 OF_OTHER_LIBRARIES = {
+    "adapters/hf.py: setattr(state, name, is_main)",
     "adapters/lightning.py: strategy.reduce_boolean_decision",
     "adapters/accelerate.py: kind.__iter__",
 }
