@@ -87,6 +87,23 @@ def test_what_is_buffered_is_not_lost() -> None:
     assert accounting.balanced and (accounting.applied, accounting.not_processed) == (1, 7)
 
 
+@pytest.mark.parametrize(
+    "tally, wrong",
+    [
+        (Tally(8, 8, 0, 0), ""),
+        (Tally(8, 7, 1, 0), ""),
+        (Tally(5, 3, 0, 2), ""),  # ended early: the round is not complete
+        (Tally(8, 6, 0, 0), "2 of 8 batches were accepted, but neither applied nor skipped"),
+        (Tally(8, 11, 0, 0), "3 of 8 batches were applied more than once"),
+        (Tally(8, 6, 0, 2), "2 of 8 batches are still buffered"),
+    ],
+)
+def test_a_run_that_does_not_balance_says_why(tally: Tally, wrong: str) -> None:
+    broken = accounting_of(report(tally)).broken
+    assert broken.startswith(wrong) and bool(broken) == bool(wrong)
+    assert accounting_of(report(tally, lock_free=True)).broken == ""
+
+
 def test_skipped_batches_are_counted_by_reason_and_once_for_all_blocks() -> None:
     skipped = {"not finite": 3, "asked to": 1}
     accounting = accounting_of(report(Tally(8, 4, 4, 0), skipped=skipped), report(Tally(8, 4, 4, 0), skipped=skipped))

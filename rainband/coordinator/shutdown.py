@@ -249,6 +249,10 @@ class RunEnd:
         broken = self.reporting.staleness().broken
         if broken:
             state.fail_if_finished(f"the staleness bound was exceeded: {broken}", FailureCause.BOUND_EXCEEDED)
+        accounting = self.reporting.accounting()
+        if accounting is not None and accounting.broken:
+            why = f"the batch accounting does not balance: {accounting.broken}"
+            state.fail_if_finished(why, FailureCause.NOT_BALANCED)
         return self.over()
 
     def over(self) -> list[CoordinatorOutput]:

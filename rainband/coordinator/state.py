@@ -75,6 +75,7 @@ class FailureCause(Enum):
     SERVER_LOST = auto()
     COORDINATOR_LOST = auto()
     BOUND_EXCEEDED = auto()
+    NOT_BALANCED = auto()
 
 
 NEXT: Mapping[Phase, frozenset[Phase]] = {

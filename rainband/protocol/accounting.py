@@ -19,6 +19,14 @@ MAX_REASONS, MAX_REASON_LENGTH = 16, 200  # of skipped batches, from one node
 OTHER_REASONS = "other reasons"
 
 
+REPORT_IT = "If the strategy is not yours, please report it, with the run's directory."
+DROP_RULES = (
+    "An update rule must apply each gradient once with block.apply, or skip its batches with block.drop; until then it "
+    f"counts them in `buffered`. {REPORT_IT}"
+)
+FLUSH_RULES = f"An update rule must apply what it buffers when `flush` is called. {REPORT_IT}"
+
+
 class SkipReasons:
     """The reasons that one node gives for skipped batches: the first few in full, one text for all others.
 
@@ -89,10 +97,27 @@ class BatchAccounting(msgspec.Struct, frozen=True):
     )
     lock_free: bool = False  # steps were added to one memory without locks: if some overwrote others is not known
     samples: SampleAccount | None = None  # where workers share each batch; then batches are not counted
+    buffered: int = 0  # accepted by a block, and still kept there by its update rule; the worst block
 
     @property
     def balanced(self) -> bool:
         return not self.lost and not self.applied_twice
+
+    @property
+    def broken(self) -> str:
+        """Return an error message if the accounting of a run that is over does not balance, otherwise "".
+
+        Without locks it need not balance: a worker may write an update while its lease is revoked.
+        """
+        if self.lock_free:
+            return ""
+        if self.lost:
+            return f"{self.lost} of {self.batches} batches were accepted, but neither applied nor skipped. {DROP_RULES}"
+        if self.applied_twice:
+            return f"{self.applied_twice} of {self.batches} batches were applied more than once. {DROP_RULES}"
+        if self.buffered and self.not_processed <= self.buffered:  # otherwise a round is not complete
+            return f"{self.buffered} of {self.batches} batches are still buffered. {FLUSH_RULES}"
+        return ""
 
 
 def worst_limit(limits: Iterable[StalenessLimit | None]) -> StalenessLimit | None:
@@ -188,6 +213,7 @@ def balance(plan: DataPlan, reports: Iterable[Report], reassigned: int) -> Batch
         untracked_pushes=min(untracked_pushes),
         partially_applied=max(untracked_pushes) - min(untracked_pushes) + sum(r.cut_short for r in reports),
         lock_free=any(r.lock_free for r in reports),
+        buffered=max((tally.buffered for tally in blocks), default=0),
     )
 
 
