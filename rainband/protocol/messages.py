@@ -618,6 +618,24 @@ class Leave(Message, frozen=True, tag=145):
     """A machine leaves: its workers finish their work items, and others get their remaining batches."""
 
 
+class RoundData(Message, frozen=True, tag=146):
+    """A part of the tensors that a worker contributes to a round, or of the state that it gives; the body has it."""
+
+    rank: int
+    life: int
+    kind: int  # the slot; 2: the state
+    offset: int
+    num_bytes: int  # of all parts
+
+
+class RoundWords(Message, frozen=True, tag=147):
+    """The words of a worker in rounds of split batches: see `rainband/transports/rounds_relay.py`."""
+
+    rank: int
+    control: bytes
+    headers: tuple[bytes, bytes]
+
+
 AnyMessage = (
     Hello | InitBlock | Push | Pull | Opened | BlockReady | Ack | Params | ServerJoin | Assign | Ready
     | Revoke | AcceptedBatches | Forget | ReportRequest | Flush | Report | Join | Welcome | Go | LeaseRequest
@@ -625,6 +643,7 @@ AnyMessage = (
     | StatePart | Planned | Dataset | Paused | NoWork | Idle | PullDelayed | AdjustRule | RoundChosen
     | StopRequest | Command | Answer | Evaluated | AssignItems | ItemsDelivered | PeerValue | Lend | GiveBack
     | LinksOpened | FilePart | MachineJoin | MachineWelcome | RestartRequest | Restart | ProcessEnded | Leave
+    | RoundData | RoundWords
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
