@@ -100,7 +100,7 @@ def test_a_worker_that_leaves_finishes_its_item_and_the_others_get_the_rest() ->
     run = begun()
     (lease,) = run.wants(1)
     run.take(run.coordinator.dismiss([1], run.now))
-    assert run.told("worker 1") == [lease, Halt(LEFT)]
+    assert run.told("worker 1") == [lease, Halt(LEFT, leave=True)]
 
     assert Revoke(lease.portion, 2) in run.returns(1, lease, LeaseEnd.STOPPED)
     run.said.clear()

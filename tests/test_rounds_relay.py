@@ -241,6 +241,11 @@ def test_every_sample_is_applied_once_on_all_machines(machines: list[list[int]],
         assert report["view"] == [EPOCHS * SAMPLES, 0, 0, 0, network.num_ranks - 1]
 
 
+def _has_reported(folder: Path, rank: int) -> bool:
+    file = folder / f"{rank}.json"
+    return file.exists() and file.stat().st_size > 0  # empty: it was killed at its end
+
+
 def run_with_event(folder: Path, seed: int, machines: list[list[int]]) -> None:
     """Kill a worker, or cut its machine off and exclude its workers; either may also lose what is on its way."""
     chance = random.Random(seed)
@@ -265,7 +270,7 @@ def run_with_event(folder: Path, seed: int, machines: list[list[int]]) -> None:
         else:
             os.kill(pids[victim], signal.SIGKILL)
         reap(network, pids)
-    there = [rank for rank in range(network.num_ranks) if (folder / f"{rank}.json").exists()]
+    there = [rank for rank in range(network.num_ranks) if _has_reported(folder, rank)]
     assert set(there) >= set(range(network.num_ranks)) - lost
     check(folder, there, same=False)
 

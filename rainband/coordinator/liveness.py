@@ -91,7 +91,7 @@ class Liveness:
             if self.state.phase in (Phase.FORMING, Phase.LOADING):  # it has no work item
                 outs += self.leaves(worker, now)
             elif self.state.phase is Phase.RUNNING:
-                outs.append(CoordinatorOutput(worker.peer, Halt(LEFT)))
+                outs.append(CoordinatorOutput(worker.peer, Halt(LEFT, leave=True)))
         return outs
 
     def leaves(self, worker: WorkerState, now: float) -> list[CoordinatorOutput]:

@@ -507,6 +507,7 @@ class Halt(Message, frozen=True, tag=113):
     """End early: finish the current work item and return the leases."""
 
     reason: str
+    leave: bool = False  # only this worker ends; the run goes on
 
 
 class Ended(Message, frozen=True, tag=114):
@@ -592,6 +593,7 @@ class MachineWelcome(Message, frozen=True, tag=141):
     keys: dict[str, bytes] = {}  # of the roles that its processes need
     ranks: tuple[int, ...] = ()
     servers: tuple[int, ...] = ()
+    round_ranks: int = 0  # workers that the memory for shared batches has room for; 0: they share none
 
 
 class RestartRequest(Message, frozen=True, tag=142):

@@ -136,13 +136,14 @@ def _about(run: PastRun) -> list[tuple[str, str]]:
 
 
 def _machines(so_far: RunSoFar) -> list[tuple[str, str]]:
-    """Return each machine with its workers, and how they reach the servers."""
+    """Return each machine with its workers, and how they reach the servers, or each other."""
+    to = "the other workers" if so_far.started is not None and so_far.started.shares_batches else "the servers"
     groups: dict[tuple[str, str], list[int]] = {}
     for worker, linked in sorted(so_far.linked.items()):
         groups.setdefault((linked.machine, links(linked.links)), []).append(worker)
     lines = [
         f"{machine}: {'worker' if len(workers) == 1 else 'workers'} {', '.join(map(str, workers))}"
-        + (f" ({transport} to the servers)" if transport else "")
+        + (f" ({transport} to {to})" if transport else "")
         for (machine, transport), workers in groups.items()
     ]
     return [("machines" if number == 0 else "", line) for number, line in enumerate(lines)]

@@ -139,6 +139,10 @@ class SharedBatches(WorkerRounds):
 
     async def _next_part(self) -> BatchPart | None:
         self.close()
+        if self.worker.client.leaving:
+            self.has_left = True
+            await self.through(self.member.pause())
+            return None
         where = await self.through(self.member.begin(0))
         self.settle_skipped()
         if where.epoch or self.done >= self.plan.num_batches or self.stops:
@@ -179,7 +183,8 @@ class SharedBatches(WorkerRounds):
         return self.result
 
     async def _exchange(self, tensors: list[Tensor | None], gradient: Gradient) -> _Exchanged:
-        stops = self.stops or self.worker.client.stopping
+        client = self.worker.client
+        stops = self.stops or (client.stopping and not client.leaving)
         waiting = self.member.mean(tensors, gradient.samples, (float(stops),), (gradient.loss,))
         outcome: Outcome = await self.through(waiting)
         if outcome.took_part:

@@ -31,6 +31,8 @@ from rainband.protocol.messages import (
     ProcessEnded,
     Restart,
     RestartRequest,
+    RoundData,
+    RoundWords,
     Shutdown,
 )
 from rainband.runtimes.config import Job, RunConfig, encode_job
@@ -43,6 +45,8 @@ from rainband.runtimes.processes.zygote import Exited, SpawnFailed, Zygote
 from rainband.transports.connect import connect, is_here
 from rainband.transports.connection import Connection
 from rainband.transports.hub import Hub
+from rainband.transports.rounds_relay import MachineRelay
+from rainband.transports.shared_rounds import RoundsMemory
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = (
     0.5,
@@ -98,6 +102,8 @@ class Joiner:
         self.hub = Hub(self.me, {}, invitation.run_id, self, MAX_BODY_BYTES)
         self.welcome: MachineWelcome | None = None
         self.config: RunConfig | None = None
+        self.rounds: RoundsMemory | None = None  # where workers share batches
+        self.relay: MachineRelay | None = None
         self.processes: dict[int, Peer] = {}  # by token, those that run
         self.restarts: dict[int, float] = {}  # rank -> when to start the worker again
         self.awaited: set[int] = set()  # ranks whose next incarnation the coordinator has been asked for
@@ -121,6 +127,9 @@ class Joiner:
             with self._signals():
                 self._connect(patience_s=GIVE_UP_S)
                 while self._goes_on():
+                    if self.relay is not None:
+                        self.relay.sleep()
+                        self.relay.look()
                     self.hub.run_once(TICK_S)
                     self._leave_if_interrupted()
                     self._keep_connected()
@@ -131,6 +140,8 @@ class Joiner:
             self.zygote.close(0.0 if self.interrupts > 1 else GRACE_S)
             if self.doors is not None:
                 self.doors.close()
+            if self.rounds is not None:
+                self.rounds.close()
         return self._conclude()
 
     def _goes_on(self) -> bool:
@@ -187,6 +198,8 @@ class Joiner:
 
     def receive(self, connection: Connection, message: Message, body: memoryview | None) -> None:
         match message:
+            case RoundData() | RoundWords() if self.relay is not None:
+                self.relay.receive(message, body)
             case MachineWelcome():
                 self._welcomed(message)
             case Restart() if message.rank in self.awaited:
@@ -205,6 +218,8 @@ class Joiner:
             raise HandshakeFailed(f"the run {self.invitation.run} refuses this machine: {welcome.refused}")
         if self.welcome is not None:
             self.say("connected to the run again.")
+            if self.relay is not None:
+                self.relay.connected()
             return
         self.welcome = welcome
         config = msgspec.msgpack.decode(welcome.config, type=RunConfig)
@@ -214,6 +229,10 @@ class Joiner:
         strategy = f"{config.strategy} on {self.invitation.run}"
         parts = [f"worker {rank}" for rank in welcome.ranks] + [f"server {number}" for number in welcome.servers]
         self.say(f"joined {config.task} with {strategy} as {', '.join(parts)}. Ctrl-C leaves the run.")
+        if welcome.round_ranks:
+            self.rounds = RoundsMemory(welcome.round_ranks, is_mirror=True)
+            self.relay = MachineRelay(self.rounds, welcome.ranks, self.hub.send, COORDINATOR)
+            self.hub.watch(self.relay.bell, self.relay.rang)
         for number in welcome.servers:
             self._start("server", number)
         self.zygote.preload(WORKERS_NEED)
@@ -252,8 +271,12 @@ class Joiner:
             machine=self.name,
             remote=True,
             door=self.doors.door(index - first) if is_server and self.doors is not None else None,
+            round_files=len(self.rounds.fds) if self.rounds is not None and role == "worker" else 0,
         )
-        fds = [self.doors.socks[index - first].fileno()] if is_server and self.doors is not None else []
+        if self.rounds is not None and role == "worker":
+            fds = self.rounds.fds
+        else:
+            fds = [self.doors.socks[index - first].fileno()] if is_server and self.doors is not None else []
         entry = SCRIPT if role == "worker" and self.config.script else ENTRIES[role]
         threads = 1 if role == "server" else self.options.threads
         token = self.zygote.spawn(entry, encode_job(job), f"rainband {role} {index}", fds=fds, threads=threads)

@@ -27,6 +27,8 @@ from rainband.protocol.messages import (
     ProcessEnded,
     Restart,
     RestartRequest,
+    RoundData,
+    RoundWords,
     Shutdown,
     Software,
 )
@@ -36,9 +38,13 @@ from rainband.runtimes.machines.addresses import HostPort, parse_address, reacha
 from rainband.runtimes.machines.invitation import FILE_NAME, Invitation
 from rainband.transports.auth import role_keys
 from rainband.transports.connect import is_loopback, listen_tcp, this_machine
+from rainband.transports.connection import Connection
 from rainband.transports.hub import Hub
+from rainband.transports.rounds_relay import RunRelay
+from rainband.transports.shared_rounds import RoundsMemory
 from rainband.transports.tls.certificate import Certificate, new_certificate
 
+MAX_JOINING = 60  # workers of other machines that may share batches, above those that the run is planned for
 OVER = (Phase.FLUSHING, Phase.FINISHING, Phase.CONCLUDING, Phase.OVER)
 MAX_PROCESSES = 10_000  # that a machine may bring at once
 
@@ -101,6 +107,12 @@ class Doors:
             sock.close()
 
 
+def _backlog(hub: Hub, machine: Peer) -> int:
+    """Return how many bytes for a machine have not left."""
+    connection = hub.peers.get(machine)
+    return 0 if connection is None else connection.out_bytes
+
+
 class MachineHost:
     """Admits machines to a run, and passes on what they report about their processes."""
 
@@ -126,7 +138,7 @@ class MachineHost:
         self.servers: dict[Peer, tuple[int, ...]] = {}  # that machines have brought
         self.left: set[Peer] = set()  # of these, those that are gone
         self.incarnations: dict[int, int] = {}  # worker -> the last one that was started
-        self.file_bytes = 0  # of the model that is being received
+        self.relay: RunRelay | None = None  # where workers share batches
 
     @property
     def address(self) -> Address:
@@ -136,9 +148,22 @@ class MachineHost:
     def invitation_path(self) -> Path:
         return self.directory / FILE_NAME
 
-    def begin(self, hub: Hub, host: CoordinatorHost, emit: Callable[[events.AnyEvent], None]) -> None:
-        """Listen, and write the invitation, if other machines are to join."""
+    def begin(
+        self,
+        hub: Hub,
+        host: CoordinatorHost,
+        emit: Callable[[events.AnyEvent], None],
+        rounds: RoundsMemory | None = None,
+    ) -> None:
+        """Listen, and write the invitation, if other machines are to join.
+
+        `rounds`: the memory of workers that share batches.
+        """
         self.hub, self.host, self.emit = hub, host, emit
+        if rounds is not None:
+            ranks = host.coordinator.state.settings.local_ranks
+            self.relay = RunRelay(rounds, ranks, hub.send, lambda machine: _backlog(hub, machine))
+            hub.watch(self.relay.bell, self.relay.rang)
         hub.listen(self.doors.socks[0], self.doors.certificate)
         if not self.config.listen:
             return
@@ -167,8 +192,29 @@ class MachineHost:
             self.hub.send(machine, Shutdown(reason))
         self.hub.flush()
 
-    def receive(self, sender: Peer, message: Message) -> None:
+    def before_waiting(self) -> None:
+        """Send what workers of this machine have written into the memory for shared batches, and watch it."""
+        if self.relay is not None:
+            self.relay.sleep()
+            self.relay.look()
+
+    def exclude(self, rank: int) -> None:
+        """Let workers that share batches not wait any more for one of another machine."""
+        if self.relay is not None:
+            self.relay.memory.exclude(rank)
+
+    def receive(self, connection: Connection, message: Message, body: memoryview | None) -> None:
         """Take a message of a machine."""
+        if not isinstance(message, RoundData | RoundWords):
+            return self._control(connection.peer, message)
+        if self.relay is not None:
+            try:
+                self.relay.receive(connection.peer, message, body)
+            except (ValueError, msgspec.DecodeError) as error:
+                self.hub.refuse(connection, str(error))
+
+    def _control(self, sender: Peer, message: Message) -> None:
+        """Take a message about the processes of a machine."""
         coordinator, now = self.host.coordinator, self.host.now()
         joined = self.machines.get(sender)
         match message:
@@ -178,6 +224,8 @@ class MachineHost:
                 self.incarnations[message.rank] = self.incarnations.get(message.rank, 0) + 1
                 self.hub.send(sender, Restart(message.rank, self.incarnations[message.rank]))
             case ProcessEnded() if joined is not None and message.peer in self._processes_of(sender):
+                if message.peer.role == "worker":
+                    self.exclude(message.peer.index)
                 self.host.lost(message.peer, message.cause)
             case Leave() if joined is not None:
                 self._report_left(sender, "Ctrl-C there")
@@ -190,6 +238,8 @@ class MachineHost:
 
     def lost(self, machine: Peer) -> None:
         """Report that a machine's connection is closed: it connects again, or its workers are lost by themselves."""
+        if self.relay is not None:
+            self.relay.left(machine)
         if self.host.coordinator.state.phase not in OVER:
             self._report_left(machine, "its connection closed")
 
@@ -209,6 +259,8 @@ class MachineHost:
         if join.ranks:  # it is connected again
             self.machines[sender] = join
             self.left.discard(sender)
+            if self.relay is not None:
+                self.relay.joined(sender, join.ranks)
             self.emit(events.MachineJoined(at_s=self.host.now(), machine=join.name, workers=join.ranks))
             return MachineWelcome(run=self.directory.name)
         ranks = tuple(coordinator.admission.new_ranks(join.workers))
@@ -217,7 +269,16 @@ class MachineHost:
         self.emit(events.MachineJoined(at_s=self.host.now(), machine=join.name, workers=ranks, servers=servers))
         keys = role_keys(self.secret, *(("worker", "server") if servers else ("worker",)))
         config = msgspec.msgpack.encode(self.config)
-        return MachineWelcome(run=self.directory.name, config=config, keys=keys, ranks=ranks, servers=servers)
+        if self.relay is not None:
+            self.relay.joined(sender, ranks)
+        return MachineWelcome(
+            run=self.directory.name,
+            config=config,
+            keys=keys,
+            ranks=ranks,
+            servers=servers,
+            round_ranks=0 if self.relay is None else self.relay.memory.num_ranks,
+        )
 
     def _why_refused(self, join: MachineJoin, coordinator: Coordinator) -> str:
         if differs := software_differences(join.software, own_software(), join.name):
@@ -229,6 +290,11 @@ class MachineHost:
             return "the run has begun, and its servers cannot change any more: join without --servers."
         if join.workers + join.servers > MAX_PROCESSES:
             return f"a machine may bring at most {MAX_PROCESSES} processes."
+        if self.relay is not None and join.servers:
+            return f"{self.config.strategy} has no servers: join without --servers."
+        if self.relay is not None and coordinator.admission.next_rank + join.workers > self.relay.memory.num_ranks:
+            room = self.relay.memory.num_ranks - coordinator.admission.next_rank
+            return f"the run has room for {room} more workers: use --workers {room} or less."
         if join.script and not self.config.script:
             return f"the run trains the task {self.config.task}, not a script: omit the script."
         if self.config.script and not join.script and join.workers:

@@ -28,7 +28,7 @@ from rainband.protocol.messages import COORDINATOR, Address, FilePart, Message, 
 from rainband.runtimes.config import Job, RunConfig, encode_job
 from rainband.runtimes.coordinator_host import CoordinatorHost
 from rainband.runtimes.hogwild.server import HogwildServer
-from rainband.runtimes.machines.machine_host import MachineHost
+from rainband.runtimes.machines.machine_host import MAX_JOINING, MachineHost
 from rainband.runtimes.processes.zygote import Exited, SpawnFailed, Starter, Zygote
 from rainband.runtimes.run import MODEL_FILE, Run, View
 from rainband.runtimes.run import RunResult as RunResult
@@ -109,7 +109,7 @@ class Launcher(Run):
         self.shares_batches = strategy.requires.split_batches
         one_memory = strategy.requires.shared_memory
         self.memory = SharedSegment.reserve("rainband memory") if one_memory else None  # the parameters of all workers
-        self.rounds = RoundsMemory(config.num_workers) if strategy.requires.in_rounds else None
+        self.rounds = self._make_rounds() if strategy.requires.in_rounds else None
         hogwild_server = HogwildServer(self._make_room) if one_memory else None
         settings = msgspec.structs.replace(self.settings, num_servers=1) if hogwild_server else self.settings
         self.coordinator = Coordinator(settings, strategy)
@@ -136,6 +136,14 @@ class Launcher(Run):
         """Return what admits other machines; None: the run has one machine."""
         return MachineHost(self.config, self.run_id, secret, self.directory) if self.config.listen else None
 
+    def _make_rounds(self) -> RoundsMemory:
+        """Make the memory for shared batches, with room for workers of other machines; nobody waits for these yet."""
+        number = self.config.num_workers
+        rounds = RoundsMemory(number + MAX_JOINING if self.machines is not None else number)
+        for rank in range(number, rounds.num_ranks):
+            rounds.exclude(rank)
+        return rounds
+
     def stop_soon(self) -> None:
         """Stop as after Ctrl-C: workers finish their current work items."""
         self.interrupts += 1
@@ -148,7 +156,7 @@ class Launcher(Run):
             self.hub.watch(self.zygote.fileno(), self._children)
             address = Address("", 0, f"rainband-{self.run_id.hex()}", this_machine())
             if self.machines is not None:
-                self.machines.begin(self.hub, self.host, self.emit)
+                self.machines.begin(self.hub, self.host, self.emit, self.rounds)
                 address = self.machines.address
             self._start_processes(address)
             self._predict()
@@ -214,7 +222,7 @@ class Launcher(Run):
         tick_s = min(MAX_TICK_S, self.config.failure_timeout_s / 5)
         ticked_at = time.monotonic()
         while self.coordinator.state.phase != "over" and self.interrupts < 2:
-            self.hub.run_once(max(0.0, self._look_at(ticked_at + tick_s) - time.monotonic()))
+            self._serve(max(0.0, self._look_at(ticked_at + tick_s) - time.monotonic()))
             if self.interrupts and self.coordinator.state.outcome == "finished":
                 self.host.send(self.coordinator.shutdown.stop("stopped", "interrupted"))
             if time.monotonic() - ticked_at >= tick_s:
@@ -224,6 +232,12 @@ class Launcher(Run):
                 self._look_after_workers()
                 self._show_output()
         self.hub.flush()
+
+    def _serve(self, timeout_s: float) -> None:
+        """Wait for messages, and for what workers write into the memory that they share with other machines."""
+        if self.machines is not None:
+            self.machines.before_waiting()
+        self.hub.run_once(timeout_s)
 
     def _look_at(self, tick_at: float) -> float:
         """Return until when to wait for messages: the next tick, or the time at which a node becomes overdue."""
@@ -245,7 +259,7 @@ class Launcher(Run):
         workers = [peer for peer in self.processes.values() if peer.role == "worker" and peer.index in known]
         there = [peer for peer in workers if known[peer.index].active or known[peer.index].paused]
         while self.interrupts < 2 and not all(peer in self.causes for peer in there):
-            self.hub.run_once(MAX_TICK_S)
+            self._serve(MAX_TICK_S)
             self._show_output()
         wrong = [f"{peer}: {self.causes[peer]}" for peer in there if self.causes.get(peer, FINE) != FINE]
         if wrong and not self.interrupts:
@@ -268,7 +282,7 @@ class Launcher(Run):
 
     def receive(self, connection: Connection, message: Message, body: memoryview | None) -> None:
         if self.machines is not None and connection.peer.role == "machine":
-            return self.machines.receive(connection.peer, message)
+            return self.machines.receive(connection, message, body)
         if self.machines is not None and isinstance(message, FilePart):
             return self.machines.take_file(connection.peer, message, body, self.directory / MODEL_FILE)
         self.host.receive(connection.peer, message, body)
@@ -277,6 +291,8 @@ class Launcher(Run):
         """A connection closed; the zygote reports a moment later how the process ended."""
         if peer.role == "machine" and self.machines is not None:
             return self.machines.lost(peer)  # its workers have connections of their own
+        if self.machines is not None and peer.role == "worker" and peer not in self.processes.values():
+            self.machines.exclude(peer.index)
         deadline = time.monotonic() + EXIT_KNOWN_S
         while peer not in self.causes and peer in self.processes.values() and self.coordinator.state.phase != "over":
             if not readable_within(self.zygote, deadline - time.monotonic()):
@@ -317,6 +333,10 @@ class Launcher(Run):
                 continue
             if worker.connected and not worker.active:
                 fence(self.rounds, peer.index, self.zygote, token)
+        if self.machines is not None:
+            for rank, worker in workers.items():
+                if rank not in self.settings.local_ranks and not worker.active and not worker.paused:
+                    self.machines.exclude(rank)
 
     def _why_fatal(self, peer: Peer, cause: str) -> str:
         """Return why the run cannot start without a node; other workers do the work of a lost one."""

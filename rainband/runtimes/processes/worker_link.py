@@ -60,6 +60,10 @@ def _transport_of(port: Port, address: Address) -> str:
         return ""
     if isinstance(port, SharedPort):
         return "shm"
+    return _over_network(address)
+
+
+def _over_network(address: Address) -> str:
     return "tls" if address.fingerprint else "tcp"
 
 
@@ -113,9 +117,14 @@ class WorkerLink:
             self._port(i, address, welcome) if i in needed or not welcome.replica_addresses else NullPort()
             for i, address in enumerate(welcome.servers)
         ]
-        links = (_transport_of(port, address) for port, address in zip(ports, welcome.servers, strict=True))
-        self.tell(LinksOpened(self.job.machine or platform.node(), tuple(links)))
+        self.report_links([_transport_of(port, to) for port, to in zip(ports, welcome.servers, strict=True)])
         return ports
+
+    def report_links(self, transports: Sequence[str]) -> None:
+        """Tell the coordinator how this worker reaches the servers, or the workers with which it shares batches."""
+        if self.job.round_files:
+            transports = [_over_network(self.job.coordinator) if self.job.remote else "shm"]
+        self.tell(LinksOpened(self.job.machine or platform.node(), tuple(transports)))
 
     def before_training(self, worker: ModuleWorker) -> None:
         """Prepare the worker of a task; a custom training loop needs nothing."""

@@ -117,6 +117,8 @@ class GradientExchange:
 
     def begin_own_round(self) -> None:
         """Begin a round of a loop with its own loader, where each worker has the same weight."""
+        if self.session is not None:
+            self.session.leave_if_asked()
         self.exchange.begin(0)
         self.check_stop()
         self.state.end_catching_up()

@@ -179,6 +179,8 @@ class SplitLoop:
     def begin_round(self, number: int) -> int | None:
         """Begin the next round of a pass, and return the number of its batch; None if the pass is over."""
         self.gradients.uses_loaders = True
+        if self.session is not None:
+            self.session.leave_if_asked()
         self.where = self.exchange.begin(number)
         self.gradients.check_stop()
         self._measure()
@@ -285,4 +287,4 @@ def joined_loop(model: nn.Module | Sequence[nn.Module], optimizers: Sequence[Any
     """Return the loop of a script that was started by `rainband run`."""
     assert link.strategy is not None
     session = LoopSession(link, link.strategy)
-    return SplitLoop(model, optimizers, session.make_exchange, link.num_workers, link.config.seed, session)
+    return SplitLoop(model, optimizers, session.make_exchange, session.num_workers, link.config.seed, session)

@@ -33,10 +33,12 @@ class LoopSession:
     def __init__(self, link: WorkerLink, strategy: Strategy) -> None:
         self.link = link
         self.strategy = strategy
-        self.num_workers = link.num_workers
+        # Others may join at any time where the run listens.
+        self.num_workers = max(2, link.num_workers) if link.config.listen else link.num_workers
         self.seed = link.config.seed
         self.stats = link.session.stats
         self.halted: str | None = None  # the reason for which the run ends early
+        self.leaving = False  # only this worker ends
         self.counts_samples = False  # batches come from `run`
         self.told_return = False
         link.session.follower = self
@@ -63,16 +65,27 @@ class LoopSession:
         self.link.tell(join_of(self.strategy, layout, NOT_KNOWN_YET, custom_loop=True))
         while not self.link.session.go:
             self.link.wait()
+        self.link.report_links(())
 
     def receive(self, message: Message) -> None:
         """Take a message of the coordinator; what concerns leases is for other strategies."""
         if isinstance(message, Halt):
-            self.halted = message.reason
+            self.leaving = message.leave
+            self.halted = None if message.leave else message.reason
 
     def look(self) -> str | None:
         """Handle messages that have arrived; return the reason for which the run ends early, None if it does not."""
         self.link.wait(0)
         return self.halted
+
+    def leave_if_asked(self) -> None:
+        """Leave between two batches, if this worker is to, and the others go on; raise Dismissed then."""
+        if not self.leaving:
+            return
+        self.exchange.pause()
+        self.link.tell(Ended(self.stats.samples))
+        while True:
+            self.link.wait()
 
     def await_stop(self) -> str:
         """Return the reason for which another worker ends the run: the coordinator is about to tell it."""
