@@ -261,18 +261,22 @@ class RunLauncher:
         namespace: str = "",
         **settings: Any,
     ) -> Iterator[Run]:
-        """Start a run; afterwards see that nothing is left of it, whatever happened to it."""
+        """Start a run; afterwards see that nothing is left of it, whatever happened to it.
+
+        The strategy "shared" is sync whose workers share each batch, without servers.
+        """
         directory = path / "run"
         directory.mkdir()
         gate = Gate(path / "gate") if gated else None
         config = RunConfig(
             task=task,
             task_settings=settings | ({"gate": str(gate.folder)} if gate else {}),
-            strategy=strategy,
+            strategy="sync" if strategy == "shared" else strategy,
             strategy_settings={"lr": LR, "optimizer": optimizer}
             | ({"batch_per_worker": True} if strategy == "sync" else {}),
             num_workers=workers,
-            num_servers=servers,
+            num_servers=0 if strategy == "shared" else servers,
+            parts="equal" if strategy == "shared" else "speed",
             transport=transport,
             failure_timeout_s=timeout_s,
             directory=str(directory),
@@ -534,7 +538,8 @@ def _listening() -> Iterator[tuple[str, str]]:
 def exact(run: Run) -> bool:
     """Return True if the parameters are those of every batch applied exactly once, to the last bit."""
     task = Gated(**{name: value for name, value in run.config.task_settings.items() if name != "gate"})
-    work_items = run.config.num_workers if run.config.strategy == "sync" else 1  # a round steps once, by their mean
+    per_worker = "batch_per_worker" in run.config.strategy_settings
+    work_items = run.config.num_workers if per_worker else 1  # a round steps once, by their mean
     num_steps = task.samples // task.batch_size * task.epochs / work_items
     wanted = {"weight": task.linear.after(LR / work_items).tolist(), "bias": [-LR * num_steps]}
     return {name: values.flatten().tolist() for name, values in run.parameters().items()} == wanted

@@ -25,7 +25,6 @@ from tests.test_launcher import balanced
 pytestmark = pytest.mark.processes
 
 PORT = 7070
-TLS = ("tls", "tls")
 
 
 @contextmanager
@@ -66,16 +65,17 @@ def test_namespaces_are_different_machines(launcher: RunLauncher, tmp_path: Path
     assert len({*names, this_machine()}) == 3
 
 
-@pytest.mark.parametrize("strategy", ["downpour", "sync", "stale_sync"])
+@pytest.mark.parametrize("strategy", ["downpour", "sync", "stale_sync", "shared"])
 def test_a_worker_of_another_machine_joins_in_the_middle(
     launcher: RunLauncher, tmp_path: Path, machines: Machines, strategy: str
 ) -> None:
     with listening(launcher, tmp_path, machines, strategy=strategy) as run:
         run.gate.let(16)
-        run.done(8)
+        wait_for(run.gate.is_dry, "the first batches")
         joined = run.join(machines.names[1], "--workers", "1")
-        assert run.first(events.Linked, worker=1).links == TLS
-        assert run.first(events.Linked, worker=0).links == ("shm", "shm")
+        links = 1 if strategy == "shared" else 2
+        assert run.first(events.Linked, worker=1).links == ("tls",) * links
+        assert run.first(events.Linked, worker=0).links == ("shm",) * links
         run.gate.let(16)
         wait_for(lambda: len(run.gate.begun()) == 2, "work for the worker that has joined")
         run.gate.open()
@@ -95,18 +95,22 @@ def test_the_model_comes_home_when_all_workers_are_elsewhere(
     assert finished_exactly(run)
 
 
+@pytest.mark.parametrize("strategy", ["downpour", "shared"])
 def test_ctrl_c_on_the_other_machine_gives_its_batches_back(
-    launcher: RunLauncher, tmp_path: Path, machines: Machines
+    launcher: RunLauncher, tmp_path: Path, machines: Machines, strategy: str
 ) -> None:
-    with listening(launcher, tmp_path, machines) as run:
+    with listening(launcher, tmp_path, machines, strategy=strategy) as run:
         joined = run.join(machines.names[1], "--workers", "1")
-        wait_for(lambda: len(run.gate.begun()) == 2, "work for both")
+        run.first(events.Linked, worker=1)
+        run.gate.let(8)
+        wait_for(lambda: run.gate.is_dry() and len(run.gate.begun()) == 2, "work for both")
         joined.interrupt()
         wait_for(lambda: "leaving" in joined.printed(), "the machine to leave")
         run.gate.open()
         assert joined.ended() == 130, joined.printed()
     assert finished_exactly(run)
     assert [event.node for event in run.all(events.Lost)] == ["worker 1"]
+    assert [event.left for event in run.all(events.MachineJoined)] == ["", "Ctrl-C there"]
 
 
 def test_a_server_may_run_on_another_machine(launcher: RunLauncher, tmp_path: Path, machines: Machines) -> None:
@@ -126,7 +130,7 @@ def test_a_server_may_run_on_another_machine(launcher: RunLauncher, tmp_path: Pa
     assert finished_exactly(run)
 
 
-@pytest.mark.parametrize("strategy", ["downpour", "sync"])
+@pytest.mark.parametrize("strategy", ["downpour", "sync", "shared"])
 def test_a_machine_that_is_cut_off_returns(
     launcher: RunLauncher, tmp_path: Path, machines: Machines, strategy: str
 ) -> None:

@@ -35,7 +35,8 @@ def join(
         list[str] | None,
         typer.Argument(
             metavar="[INVITATION] [SCRIPT [ARGS]...]",
-            help="File of rainband invite, or - for standard input; without it, the variable RAINBAND_INVITE is read. "
+            help="File of rainband invite, or - for standard input; without it, the variable RAINBAND_INVITE is read, "
+            "or, in a job of Slurm or torchrun, the file that rank 0 shares. "
             "For a run of rainband run: the script, and its own arguments.",
             show_default=False,
         ),
@@ -70,15 +71,15 @@ def join(
     from rainband.errors import RainbandError
     from rainband.runtimes.machines.invitation import VARIABLE, read_invitation
     from rainband.runtimes.machines.joiner import Joiner, JoinOptions
+    from rainband.runtimes.machines.launchers import launched_by
 
     with report_errors():
         rest = list(words or [])
-        word = (
-            None
-            if VARIABLE in os.environ and (not rest or rest[0].endswith(".py"))
-            else (rest.pop(0) if rest else None)
-        )
-        invitation = read_invitation(word)
+        found_elsewhere = VARIABLE in os.environ or launched_by() is not None
+        word = None
+        if rest and not (found_elsewhere and rest[0].endswith(SCRIPT_ENDING)):
+            word = rest.pop(0)
+        invitation = read_invitation(word, say=lambda line: typer.echo(line, err=True))
         script = ""
         if rest:
             path = Path(rest.pop(0))

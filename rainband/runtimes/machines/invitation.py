@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
 
 from rainband.protocol.messages import Address
+from rainband.runtimes.machines.launchers import await_file, launched_by, shared_file
 
 FILE_NAME = "invite.txt"
 VARIABLE = "RAINBAND_INVITE"
@@ -38,19 +39,31 @@ class Invitation(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.encode(self).decode() + "\n"
 
     def write(self, path: Path) -> None:
-        """Write a new file that only its owner may read."""
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+        """Write a new file that only its owner may read, at once: another machine may wait for it."""
+        beside = path.with_name(f".{path.name}.part")
+        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
             file.write(self.text())
+        beside.rename(path)
 
 
-def read_invitation(word: str | None, environment: Mapping[str, str] = os.environ) -> Invitation:
-    """Read an invitation: of a file, with "-" of standard input, without a word of RAINBAND_INVITE."""
+def read_invitation(
+    word: str | None, environment: Mapping[str, str] = os.environ, say: Callable[[str], None] = lambda line: None
+) -> Invitation:
+    """Read an invitation: of a file, with "-" of standard input, without a word of RAINBAND_INVITE.
+
+    In a job of Slurm or torchrun it is read from the file that rank 0 shares.
+    """
     if word == "-":
         return _parsed(sys.stdin.read(MAX_BYTES), "standard input")
     if word is not None:
         return _parsed(_private_text(Path(word)), word)
     if VARIABLE in environment:
         return _parsed(environment[VARIABLE], VARIABLE)
+    launched = launched_by(environment)
+    if launched is not None:
+        path = shared_file(launched, environment)
+        await_file(path, launched, say)
+        return _parsed(_private_text(path), str(path))
     raise ValueError(
         f"an invitation is required: rainband join {FILE_NAME}, - for standard input, or the variable {VARIABLE}. "
         "On the machine of the run, rainband invite RUN prints one."

@@ -36,6 +36,7 @@ from rainband.runtimes.config import Door, RunConfig
 from rainband.runtimes.coordinator_host import CoordinatorHost
 from rainband.runtimes.machines.addresses import HostPort, parse_address, reachable_host
 from rainband.runtimes.machines.invitation import FILE_NAME, Invitation
+from rainband.runtimes.machines.launchers import launched_by, shared_file
 from rainband.transports.auth import role_keys
 from rainband.transports.connect import is_loopback, listen_tcp, this_machine
 from rainband.transports.connection import Connection
@@ -138,6 +139,7 @@ class MachineHost:
         self.servers: dict[Peer, tuple[int, ...]] = {}  # that machines have brought
         self.left: set[Peer] = set()  # of these, those that are gone
         self.incarnations: dict[int, int] = {}  # worker -> the last one that was started
+        self.shared: Path | None = None  # where other ranks of a job find the invitation
         self.relay: RunRelay | None = None  # where workers share batches
 
     @property
@@ -168,6 +170,10 @@ class MachineHost:
         if not self.config.listen:
             return
         self.invitation.write(self.invitation_path)
+        if (launched := launched_by()) is not None and launched.rank == 0:
+            self.shared = shared_file(launched)
+            self.shared.unlink(missing_ok=True)  # of an earlier attempt of the same job
+            self.invitation.write(self.shared)
         self.emit(
             events.Listening(
                 at_s=host.now(),
@@ -185,6 +191,8 @@ class MachineHost:
         """Close the sockets, and remove the invitation, which is of no more use."""
         self.doors.close()
         self.invitation_path.unlink(missing_ok=True)
+        if self.shared is not None:
+            self.shared.unlink(missing_ok=True)
 
     def end(self, reason: str) -> None:
         """Tell all machines that the run is over."""
