@@ -335,7 +335,7 @@ def _check_machines(options: RunOptions, name: str, requires: Requirements, size
     why = ""
     if options.get("runtime") == "sim":
         why = "a simulation has no other machines"
-    elif not (requires.servers or requires.split_batches) or requires.max_replicas is not None:
+    elif not (requires.servers or requires.in_rounds) or requires.max_replicas is not None:
         why = f"{name} works on one machine only; choose downpour or sync"
     elif size > 1:
         why = f"the workers of {opt('stages')} must be on one machine"

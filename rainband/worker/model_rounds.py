@@ -86,6 +86,8 @@ class ModelRounds(WorkerRounds):
     async def begin(self) -> bool:
         """End the round before, and begin the next one; False: all data is processed, or the run stops."""
         self.close()
+        if await self.leaves_alone():
+            return False
         where = await self.through(self.member.begin(0))
         if where.epoch or self.stops or (self.is_last and not self.pending):
             await self.leave()

@@ -72,6 +72,18 @@ class WorkerRounds:
         members = self.member.view.members
         return min(members, key=lambda member: (member.since, member.rank)).rank == self.member.rank
 
+    @property
+    def must_stop(self) -> bool:
+        """Return True if all workers are to end after this round."""
+        return self.stops or (self.worker.client.stopping and not self.worker.client.leaving)
+
+    async def leaves_alone(self) -> bool:
+        """Leave the rounds, and return True, if only this worker is to end."""
+        if self.worker.client.leaving:
+            self.has_left = True
+            await self.through(self.member.pause())
+        return self.worker.client.leaving
+
     def close(self) -> None:
         """Count the batches of the open round, if this worker has its mean."""
         raise NotImplementedError
@@ -139,9 +151,7 @@ class SharedBatches(WorkerRounds):
 
     async def _next_part(self) -> BatchPart | None:
         self.close()
-        if self.worker.client.leaving:
-            self.has_left = True
-            await self.through(self.member.pause())
+        if await self.leaves_alone():
             return None
         where = await self.through(self.member.begin(0))
         self.settle_skipped()
@@ -183,9 +193,7 @@ class SharedBatches(WorkerRounds):
         return self.result
 
     async def _exchange(self, tensors: list[Tensor | None], gradient: Gradient) -> _Exchanged:
-        client = self.worker.client
-        stops = self.stops or (client.stopping and not client.leaving)
-        waiting = self.member.mean(tensors, gradient.samples, (float(stops),), (gradient.loss,))
+        waiting = self.member.mean(tensors, gradient.samples, (float(self.must_stop),), (gradient.loss,))
         outcome: Outcome = await self.through(waiting)
         if outcome.took_part:
             self.stops = bool(outcome.numbers[0])  # those of one worker: all stop after the same round
