@@ -16,7 +16,7 @@ import pytest
 
 from rainband.protocol.messages import Message, Peer, RoundData, RoundWords, decode, encode
 from rainband.rounds.view import Header
-from rainband.transports.rounds_relay import MachineRelay, RunRelay, put, taken
+from rainband.runtimes.machines.rounds_relay import MachineRelay, RunRelay, put, taken
 from rainband.transports.shared_rounds import EXCLUDED, FINAL, LIFE, POSITION, RoundsMemory, SharedBoard
 from tests.test_shared_rounds import EPOCHS, SAMPLES, Train, check, count_samples, start
 

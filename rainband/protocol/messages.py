@@ -631,7 +631,7 @@ class RoundData(Message, frozen=True, tag=146):
 
 
 class RoundWords(Message, frozen=True, tag=147):
-    """The words of a worker in rounds of split batches: see `rainband/transports/rounds_relay.py`."""
+    """The words of a worker in rounds of split batches: see `rainband/runtimes/machines/rounds_relay.py`."""
 
     rank: int
     control: bytes

@@ -5,8 +5,8 @@ tensors, and room for a state. Only the parts in use take memory. A worker that 
 and then sleeps until another one rings its bell (an eventfd).
 
 On a machine that has joined the run of another one, the memory is a mirror: a worker writes words of its own, which
-`rounds_relay.py` sends to the machine of the run, and reads those that come back. So all workers see all changes in
-one order, that of the run's own machine.
+`runtimes/machines/rounds_relay.py` sends to the machine of the run, and reads those that come back. So all workers see
+all changes in one order, that of the run's own machine.
 """
 
 from __future__ import annotations

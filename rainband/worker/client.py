@@ -94,7 +94,6 @@ class Client:
         self.pushes = Pushes(me.index, self.servers, self.leases)
         self.pulls = Pulls(self.servers, self.pushes, self.leases)
         self.transfer = StateTransfer(self.servers)
-        self.leaving = False  # only this worker ends early
         self.waiting_for_change: list[StateChanged] = []
         self.others_have_opened: Callable[[int], bool] | None = None  # has a round opened for this worker's replica?
 
@@ -128,7 +127,7 @@ class Client:
             case Finish():
                 self.leases.finished = True
             case Halt():
-                self.leases.stop_reason, self.leaving = message.reason, message.leave
+                self.leases.stop_reason, self.leases.leaving = message.reason, message.leave
         if self.waiting_for_change:
             self._changed()
         if observer is not None:

@@ -24,7 +24,7 @@ class HeldLease:
 class HeldLeases:
     """Requests leases from the coordinator, hands out their work items and returns them when they are settled."""
 
-    __slots__ = ("finished", "held", "no_work", "plan", "requested", "stop_reason", "tell")
+    __slots__ = ("finished", "held", "leaving", "no_work", "plan", "requested", "stop_reason", "tell")
 
     def __init__(self, plan: DataPlan, tell: Callable[[Message], None]) -> None:
         self.plan = plan
@@ -34,6 +34,7 @@ class HeldLeases:
         self.no_work = False  # the coordinator had nothing to lease at the last request
         self.finished = False  # every batch of the run is done
         self.stop_reason: str | None = None  # the run ends early, for this reason
+        self.leaving = False  # only this worker ends early
 
     def add(self, lease: Lease) -> None:
         self.requested = self.no_work = False
@@ -85,6 +86,11 @@ class HeldLeases:
     def request_again(self) -> None:
         """Forget that a lease was requested: the request is lost, or the leases were given up."""
         self.requested = False
+
+    @property
+    def run_stops(self) -> bool:
+        """Return True if the run ends early, and not only this worker."""
+        return self.stopping and not self.leaving
 
     @property
     def stopping(self) -> bool:

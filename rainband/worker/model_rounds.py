@@ -184,7 +184,7 @@ class ModelRounds(WorkerRounds):
         tensors += self.buffers.changes() if first else [None] * len(self.buffers.common)
         optimizer = self.worker.local_optimizer
         vectors = 0 if optimizer is None else len(optimizer.state_vectors())
-        numbers = (float(self._is_stopping), float(vectors))
+        numbers = (float(self.stops or self.worker.client.leases.run_stops), float(vectors))
         scalars = (self.round.loss, self.round.tried, self.round.not_finite, self.distance)
         readers = 1 if row is None else sum(weight > 0 for weight in row(self.members)) - 1
         size = sum(tensor.nbytes for tensor in tensors if tensor is not None)

@@ -72,17 +72,12 @@ class WorkerRounds:
         members = self.member.view.members
         return min(members, key=lambda member: (member.since, member.rank)).rank == self.member.rank
 
-    @property
-    def must_stop(self) -> bool:
-        """Return True if all workers are to end after this round."""
-        return self.stops or (self.worker.client.stopping and not self.worker.client.leaving)
-
     async def leaves_alone(self) -> bool:
         """Leave the rounds, and return True, if only this worker is to end."""
-        if self.worker.client.leaving:
+        if self.worker.client.leases.leaving:
             self.has_left = True
             await self.through(self.member.pause())
-        return self.worker.client.leaving
+        return self.worker.client.leases.leaving
 
     def close(self) -> None:
         """Count the batches of the open round, if this worker has its mean."""
@@ -193,7 +188,9 @@ class SharedBatches(WorkerRounds):
         return self.result
 
     async def _exchange(self, tensors: list[Tensor | None], gradient: Gradient) -> _Exchanged:
-        waiting = self.member.mean(tensors, gradient.samples, (float(self.must_stop),), (gradient.loss,))
+        waiting = self.member.mean(
+            tensors, gradient.samples, (float(self.stops or self.worker.client.leases.run_stops),), (gradient.loss,)
+        )
         outcome: Outcome = await self.through(waiting)
         if outcome.took_part:
             self.stops = bool(outcome.numbers[0])  # those of one worker: all stop after the same round

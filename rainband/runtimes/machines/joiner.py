@@ -39,13 +39,13 @@ from rainband.runtimes.config import Job, RunConfig, encode_job
 from rainband.runtimes.configure import check_task
 from rainband.runtimes.machines.invitation import Invitation
 from rainband.runtimes.machines.machine_host import Doors, own_software
+from rainband.runtimes.machines.rounds_relay import MachineRelay
 from rainband.runtimes.processes.launcher import ENTRIES, FINE, SCRIPT, SERVERS_NEED, WORKERS_NEED, how_it_ended
 from rainband.runtimes.processes.worker_link import LINK_BROKEN
 from rainband.runtimes.processes.zygote import Exited, SpawnFailed, Zygote
 from rainband.transports.connect import connect, is_here
 from rainband.transports.connection import Connection
 from rainband.transports.hub import Hub
-from rainband.transports.rounds_relay import MachineRelay
 from rainband.transports.shared_rounds import RoundsMemory
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = (

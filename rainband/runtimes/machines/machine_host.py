@@ -37,11 +37,11 @@ from rainband.runtimes.coordinator_host import CoordinatorHost
 from rainband.runtimes.machines.addresses import HostPort, parse_address, reachable_host
 from rainband.runtimes.machines.invitation import FILE_NAME, Invitation
 from rainband.runtimes.machines.launchers import launched_by, shared_file
+from rainband.runtimes.machines.rounds_relay import RunRelay
 from rainband.transports.auth import role_keys
 from rainband.transports.connect import is_loopback, listen_tcp, this_machine
 from rainband.transports.connection import Connection
 from rainband.transports.hub import Hub
-from rainband.transports.rounds_relay import RunRelay
 from rainband.transports.shared_rounds import RoundsMemory
 from rainband.transports.tls.certificate import Certificate, new_certificate
 

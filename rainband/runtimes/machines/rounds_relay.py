@@ -171,8 +171,8 @@ class Rooms:
         return room
 
 
-class Follower:
-    """What another machine knows of each worker: its words, and so which tensors and states it has."""
+class MachineView:
+    """The knowledge that another machine has of each worker: its words, and so its tensors and states."""
 
     def __init__(self, hosted: Iterable[int]) -> None:
         self.hosted = frozenset(hosted)  # workers whose tensors it has anyway
@@ -223,7 +223,7 @@ def _in_chunks(rank: int, kind: int, now: Snapshot, rooms: Rooms) -> list[tuple[
 
 
 class RoundsRelay:
-    """What both sides do: look for changes of this machine's workers, and write those of others into its memory."""
+    """One side: finds changes of this machine's workers, and writes those of others into its memory."""
 
     def __init__(self, memory: RoundsMemory, ranks: Iterable[int], send: Send) -> None:
         """`ranks`: the workers of this machine."""
@@ -263,12 +263,12 @@ class RunRelay(RoundsRelay):
         """`backlog` returns how many bytes for a machine have not left."""
         super().__init__(memory, ranks, send)
         self.backlog = backlog
-        self.machines: dict[Peer, Follower] = {}
+        self.machines: dict[Peer, MachineView] = {}
         self.last: dict[int, Snapshot] = {}  # of the workers of this machine
 
     def joined(self, machine: Peer, ranks: Iterable[int]) -> None:
         """Tell a machine all there is, also if it has only lost its connection for a while."""
-        follower = self.machines[machine] = Follower(ranks)
+        follower = self.machines[machine] = MachineView(ranks)
         follower.changed.update(range(self.memory.num_ranks))
 
     def left(self, machine: Peer) -> None:
@@ -325,11 +325,11 @@ class MachineRelay(RoundsRelay):
     def __init__(self, memory: RoundsMemory, ranks: Iterable[int], send: Send, to: Peer) -> None:
         super().__init__(memory, ranks, send)
         self.to = to
-        self.run = Follower(())
+        self.run = MachineView(())
 
     def connected(self) -> None:
         """Tell the run all there is, after a connection was made."""
-        self.run = Follower(())
+        self.run = MachineView(())
         self.look()
 
     def look(self) -> None:
