@@ -28,7 +28,7 @@ from rainband.rounds.exchange import Outcome
 from rainband.rounds.member import RoundMember
 from rainband.rounds.view import up_to_date
 from rainband.strategy import Batch
-from rainband.worker.shared_batches import WorkerRounds, batch_at
+from rainband.worker.shared_batches import WorkerRounds, batch_at, leaves_alone
 
 if TYPE_CHECKING:
     from rainband.model.gradient import Gradient
@@ -86,7 +86,7 @@ class ModelRounds(WorkerRounds):
     async def begin(self) -> bool:
         """End the round before, and begin the next one; False: all data is processed, or the run stops."""
         self.close()
-        if await self.leaves_alone():
+        if await leaves_alone(self):
             return False
         where = await self.through(self.member.begin(0))
         if where.epoch or self.stops or (self.is_last and not self.pending):

@@ -72,13 +72,6 @@ class WorkerRounds:
         members = self.member.view.members
         return min(members, key=lambda member: (member.since, member.rank)).rank == self.member.rank
 
-    async def leaves_alone(self) -> bool:
-        """Leave the rounds, and return True, if only this worker is to end."""
-        if self.worker.client.leases.leaving:
-            self.has_left = True
-            await self.through(self.member.pause())
-        return self.worker.client.leases.leaving
-
     def close(self) -> None:
         """Count the batches of the open round, if this worker has its mean."""
         raise NotImplementedError
@@ -124,6 +117,15 @@ class WorkerRounds:
         )
 
 
+async def leaves_alone(rounds: WorkerRounds) -> bool:
+    """Leave the rounds, and return True, if only this worker is to end."""
+    leaving = rounds.worker.client.leases.leaving
+    if leaving:
+        rounds.has_left = True
+        await rounds.through(rounds.member.pause())
+    return leaving
+
+
 class SharedBatches(WorkerRounds):
     """One worker's place in the rounds, where workers share each batch."""
 
@@ -146,7 +148,7 @@ class SharedBatches(WorkerRounds):
 
     async def _next_part(self) -> BatchPart | None:
         self.close()
-        if await self.leaves_alone():
+        if await leaves_alone(self):
             return None
         where = await self.through(self.member.begin(0))
         self.settle_skipped()
