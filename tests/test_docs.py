@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib.util
 import json
 import re
@@ -316,6 +317,36 @@ def test_the_test_of_a_rule_on_the_page_passes(tmp_path: Path, monkeypatch: pyte
     names = {**vars(test_rules), **vars(ideas)}
     exec(blocks(ROOT / "docs" / "guides" / "add_strategy.md", "python")[-1], names)
     names["test_a_gradient_is_divided_by_its_staleness"]()
+
+
+def test_the_buffering_rule_on_the_page_applies_medians_and_each_batch_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rainband.strategies.downpour import Downpour
+    from tests import test_rules
+    from tests.builders import make_plan, make_push, named
+    from tests.harness import run
+    from tests.ledger import LR, Case
+    from tests.unscaled import AtFullWeight
+
+    names = {**vars(imported("ideas", tmp_path / "ideas.py", monkeypatch))}
+    names |= {"Push": object, "RuleBlock": object, "Tensor": object}  # which a module imports for its types only
+    (code,) = [b for b in blocks(ROOT / "docs" / "guides" / "add_strategy.md", "python") if "class Median" in b]
+    exec(code, names)
+    rule, block = names["Median"](), test_rules.Recorder(make_plan())
+    for portion, (value, absent) in enumerate([(1.0, (0, 3)), (100.0, (3,)), (2.0, (3, 4)), (7.0, ())]):
+        rule.absorb(block, make_push(named(portion, 0), absent=absent), test_rules.number(value))
+    assert (block.numbers(), block.absent, rule.buffered) == ([2.0], [{3}], 1)
+    rule.flush(block)
+    assert (block.numbers(), rule.buffered) == ([2.0, 7.0], 0)
+
+    class Robust(Downpour):
+        def server(self, num_replicas: int) -> Any:
+            return dataclasses.replace(super().server(num_replicas), rule=names["Median"])
+
+    case = Case(AtFullWeight(Robust(lr=LR, optimizer="sgd", guard=False)), num_workers=2, num_servers=2)
+    accounting = run(0, case).coordinator.reporting.accounting()
+    assert accounting is not None and accounting.applied == accounting.batches == 8
 
 
 def test_the_strategy_on_the_page_refuses_wrong_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,11 @@ class AtFullWeight(Strategy):
 
 
 class FullWeightRule(Around):
-    """A rule whose updates are replaced by the pushed gradients themselves."""
+    """A rule whose updates are replaced by the pushed gradients themselves.
+
+    The rule itself gets ones instead of the ledger's gradients, of which no two have an element in common: their
+    median is zero. So whatever a rule takes of several gradients, only a rule that applies nothing applies zeros.
+    """
 
     def __init__(self, rule: Rule) -> None:
         super().__init__(rule)
@@ -49,7 +53,10 @@ class FullWeightRule(Around):
     def absorb(self, block: RuleBlock, push: Push, gradient: Tensor | None) -> None:
         if gradient is not None:
             self.pushed[push.push_id] = gradient.clone()
-        super().absorb(self.watched(block), push, gradient)
+        ones = None if gradient is None else torch.ones_like(gradient)
+        super().absorb(self.watched(block), push, ones)
+        if ones is not None:
+            ones.fill_(torch.nan)  # it was only lent
 
     def flush(self, block: RuleBlock) -> None:
         super().flush(self.watched(block))
@@ -83,6 +90,8 @@ class FullWeightBlock:
                 samples += push.samples if in_rounds else 0
             elif not push.skip:
                 raise Wrong(f"the rule applies {push.push_id} twice, or before it has arrived")
+        if gradient.isnan().any():
+            raise Wrong("the rule keeps a gradient that was lent to it: use gradient.clone()")
         if total.any() and not gradient.any():
             raise Wrong(f"the rule applies zeros for {[push.push_id for push in pushes]}: use block.drop")
         self.block.apply(total / samples if samples else total, pushes, absent)

@@ -19,7 +19,7 @@ from rainband.coordinator.coordinator import Coordinator, RunSettings
 from rainband.model.block_optimizer import blockwise_obstacle
 from rainband.model.flat_parameters import Flat
 from rainband.plugins import find_strategy, load_strategy, strategy_names
-from rainband.protocol.data_plan import DataPlan
+from rainband.protocol.data_plan import DataPlan, num_batches
 from rainband.protocol.messages import Join, Message, Peer, Push, Welcome
 from rainband.rules.rule import Rule, RuleBlock
 from rainband.runtimes.processes.drive import drive
@@ -216,6 +216,39 @@ def test_a_rule_may_scale_gradients_but_not_repeat_or_lose_them(
     monkeypatch.setattr(Scaling, "rule", rule)
     case = Case(AtFullWeight(Scaling(lr=LR, optimizer="sgd", guard=False)), num_workers=2, num_servers=2)
     with pytest.raises(Wrong, match=wrong) if wrong else nullcontext():
+        run(0, case)
+
+
+class Borrowed(Rule):
+    """Buffer every gradient without a copy, and apply all at the end."""
+
+    def __init__(self) -> None:
+        self.kept: list[tuple[Push, Tensor]] = []
+
+    @property
+    def buffered(self) -> int:
+        return sum(num_batches(push.push_id) for push, _ in self.kept)
+
+    def absorb(self, block: RuleBlock, push: Push, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            self.kept.append((push, gradient))
+
+    def flush(self, block: RuleBlock) -> None:
+        for push, gradient in self.kept:
+            block.apply(gradient, [push], push.absent)
+        self.kept = []
+
+
+class Borrowing(Downpour):
+    """Downpour whose rule keeps gradients that were only lent to it."""
+
+    def server(self, num_replicas: int) -> ServerPart:
+        return dataclasses.replace(super().server(num_replicas), rule=Borrowed)
+
+
+def test_a_rule_may_not_keep_a_gradient_without_a_copy() -> None:
+    case = Case(AtFullWeight(Borrowing(lr=LR, optimizer="sgd", guard=False)), num_workers=2, num_servers=2)
+    with pytest.raises(Wrong, match="clone"):
         run(0, case)
 
 
