@@ -653,7 +653,7 @@ def check(cluster: SimulatedCluster, outcome: Outcome) -> None:
         raise Wrong(f"the blocks have made rounds of different work items: they skipped {skipped}")
     for index, block in outcome.blocks.items():
         if block.accounting.accepted_set.count != case.num_batches:
-            raise Wrong(f"block {index} had {block.accounting.accepted_set.count} batches of {case.num_batches}")
+            raise Wrong(f"block {index} accepted {block.accounting.accepted_set.count} batches of {case.num_batches}")
         if not torch.equal(outcome.saved[index], block.values.to(outcome.saved[index].dtype)):
             raise Wrong(f"block {index} of the saved model is not the server's")
 

@@ -44,8 +44,9 @@ ENTRY_FOLDERS = ("cli/", "strategies/", "tasks/", "collectives/algorithms/", "be
 STRATEGY_TYPES = {"Strategy", "ServerPart", "Rule", "Requirements", "CoordinatorApi"}
 STRATEGY_MAKERS = {"load_strategy", "find_strategy", "server", "rule", "coordinate"}
 STRATEGY_WORDS = re.compile(r"strateg|^(half|server_part|rule)$", re.IGNORECASE)
-# Benchmarks compare given strategies; schedules of pipelines have names of their own.
-CHOOSE_STRATEGIES = ("bench/", "model_parallel/schedules/")
+# Benchmarks compare given strategies, and the oracle of `fuzz` knows the result of each; schedules of pipelines have
+# names of their own.
+CHOOSE_STRATEGIES = ("bench/", "runtimes/simulation/oracle/", "model_parallel/schedules/")
 # Rules are wrapped by forwarding every member that `Rule` declares.
 FORWARDERS = {"rules/compensated.py"}
 # Objects of torch and of Python, not of our classes: their attributes may be set by computed names.
@@ -58,6 +59,10 @@ OF_OTHER_LIBRARIES = {
 }
 PROBES = {"getattr", "hasattr", "getattr_static", "getmembers", "vars", "dir", "attrgetter", "methodcaller"}
 PROBING_ATTRIBUTES = {"__dict__", "__getattribute__", "__getattr__"}
+# Make a class without a `class` statement: its name is their first argument.
+CLASS_MAKERS = {"namedtuple", "NamedTuple", "TypedDict", "defstruct", "make_dataclass", "new_class", "Enum", "type"}
+METHOD_MAKERS = {"property", "cached_property", "partialmethod", "staticmethod", "classmethod"}
+STARTS = {"startswith", "endswith", "removeprefix", "removesuffix"}
 AS_MAPPING = {"as_dict", "as_plain"}  # list all settings of a strategy; picking one of them is a probe
 
 TENSOR_ATTRIBUTES = {"data", "grad", "requires_grad"}  # of torch's tensors, whatever methods of these names we have
@@ -111,13 +116,22 @@ def crowded_folders(package: Package) -> Offenders:
 
 def repeated_classes(package: Package) -> Offenders:
     homes: dict[str, list[str]] = defaultdict(list)
-    for path, node in nodes(package, ast.ClassDef):
-        homes[node.name].append(path)  # type: ignore[attr-defined]
+    for path, node in nodes(package, ast.ClassDef, ast.Call):
+        if name := node.name if isinstance(node, ast.ClassDef) else class_made_by(node):
+            homes[name].append(path)
     return {
         name: f"class {name} is defined in {' and '.join(paths)}: give each a name of its own"
         for name, paths in homes.items()
         if len(paths) > 1
     }
+
+
+def class_made_by(node: ast.AST) -> str:
+    """Return the name of the class that a call makes: "Point" of namedtuple("Point", ...); otherwise ""."""
+    if not isinstance(node, ast.Call) or last_name(node.func) not in CLASS_MAKERS or len(node.args) < 2:
+        return ""
+    name = node.args[0]
+    return name.value if isinstance(name, ast.Constant) and isinstance(name.value, str) else ""
 
 
 def probed_strategies(package: Package) -> Offenders:
@@ -146,28 +160,57 @@ def named_strategies(package: Package) -> Offenders:
         f"{path}: {text}": f"{path}: {text} decides by which strategy it is: declare what it needs in `requires`"
         for path, file in package.items()
         if path not in folder and not path.startswith(CHOOSE_STRATEGIES)
+        for tables in [tables_of(file.tree, names)]
         for node in ast.walk(file.tree)
-        if decides_by(node, names, classes)
+        if decides_by(node, names | tables, classes)
         for text in [ast.unparse(node)]
     }
+
+
+def tables_of(tree: ast.Module, names: set[str]) -> set[str]:
+    """Return the names that hold a set, list or dictionary with names of strategies."""
+    assigned = (pair for node in ast.walk(tree) if isinstance(node, ast.Assign | ast.AnnAssign) for pair in pairs(node))
+    return {last_name(target) for target, value in assigned if is_table(value) and constants_of(value) & names}
+
+
+def is_table(value: ast.expr) -> bool:
+    return isinstance(value, ast.Tuple | ast.List | ast.Set | ast.Dict | ast.Call)
 
 
 def decides_by(node: ast.AST, names: set[str], classes: set[str]) -> bool:
     """Return True if an expression or a pattern compares with one of these names or classes."""
     if isinstance(node, ast.Compare):
         sides = [node.left, *node.comparators]
-        return any(constants_of(side) & names or last_name(side) in classes for side in sides)
+        of_strategy = any(is_strategy(side, set()) for side in sides)
+        tables = names if of_strategy else set()  # otherwise a table may have the names of other things
+        return any(constants_of(side) & (names | classes) or last_name(side) in classes | tables for side in sides)
+    if isinstance(node, ast.Subscript):
+        return is_strategy(node.slice, set()) and names_one_of(node.value, names)
     if isinstance(node, ast.MatchValue):
         return bool(constants_of(node.value) & names)
     if isinstance(node, ast.MatchClass):
         return last_name(node.cls) in classes
     if isinstance(node, ast.Call) and last_name(node.func) in ("isinstance", "issubclass") and len(node.args) == 2:
         return mentions(node.args[1], classes)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+        if node.func.attr in STARTS:
+            text = node.args[0]
+            return bool(constants_of(text) & names) or (
+                is_strategy(node.func.value, set()) and bool(constants_of(text))
+            )
+        return node.func.attr == "get" and is_strategy(node.args[0], set()) and names_one_of(node.func.value, names)
     return False
 
 
+def names_one_of(value: ast.expr, names: set[str]) -> bool:
+    """Return True for a table with one of these names, or for a name that holds one."""
+    return last_name(value) in names or (is_table(value) and bool(constants_of(value) & names))
+
+
 def constants_of(value: ast.expr) -> set[object]:
-    """Return the text of a constant, or those of a tuple, list, set or dictionary."""
+    """Return the text of a constant, or those of a tuple, list, set or dictionary, also as `frozenset({...})`."""
+    if isinstance(value, ast.Call):
+        return set[object]().union(*(constants_of(given) for given in value.args if is_table(given)))
     parts = value.elts if isinstance(value, ast.Tuple | ast.List | ast.Set) else [value]
     parts = [key for key in value.keys if key] if isinstance(value, ast.Dict) else parts
     return {part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)}
@@ -200,7 +243,7 @@ def strategy_names_in(scope: ast.AST) -> set[str]:
                 names.add(ast.unparse(node.target))
             elif isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value:
                 for target, value in pairs(node):
-                    if makes_strategy(value) or ast.unparse(value) in names:
+                    if makes_strategy(value) or ast.unparse(value) in names or named_strategy(value):
                         names.add(ast.unparse(target))
             elif isinstance(node, ast.For | ast.comprehension) and is_strategy(node.iter, names):
                 names.add(ast.unparse(node.target))
@@ -220,6 +263,11 @@ def pairs(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
                 yield from zip(target.elts, node.value.elts, strict=True)
             else:
                 yield from ((element, node.value) for element in target.elts)
+
+
+def named_strategy(value: ast.expr) -> bool:
+    """Return True for a name or an attribute that says that it is a strategy: `config.strategy`."""
+    return last_name(value) not in STRATEGY_TYPES and bool(STRATEGY_WORDS.search(last_name(value)))
 
 
 def mentions(annotation: ast.expr, names: set[str]) -> bool:
@@ -242,7 +290,7 @@ def probed_value(node: ast.AST, probes: set[str]) -> ast.expr | None:
         return mapping
     if isinstance(node, ast.Subscript) and (mapping := mapped(node.value)):
         return mapping
-    if isinstance(node, ast.Try) and any(h.type and mentions(h.type, {"AttributeError"}) for h in node.handlers):
+    if isinstance(node, ast.Try | ast.With) and passes_over(node, "AttributeError"):
         inside = (part for statement in node.body for part in ast.walk(statement))
         return next((part.value for part in inside if is_attribute_of_strategy(part)), None)
     if isinstance(node, ast.Call) and node.args:
@@ -250,6 +298,14 @@ def probed_value(node: ast.AST, probes: set[str]) -> ast.expr | None:
         if last_name(maker) in probes:
             return node.args[0]
     return None
+
+
+def passes_over(node: ast.Try | ast.With, error: str) -> bool:
+    """Return True if a statement catches an error, or suppresses it."""
+    if isinstance(node, ast.Try):
+        return any(handler.type and mentions(handler.type, {error}) for handler in node.handlers)
+    calls = [item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call)]
+    return any(last_name(call.func) == "suppress" and mentions(call, {error}) for call in calls)
 
 
 def mapped(value: ast.expr) -> ast.expr | None:
@@ -285,7 +341,8 @@ def replaced_methods(package: Package) -> Offenders:
         for node in ast.walk(file.tree):
             for target, value in attributes_assigned_from_outside(node):
                 text = ast.unparse(target)
-                if target.attr in methods or is_function(value, functions, methods):
+                forced = isinstance(node, ast.Call) and ast.unparse(node.func) == "object.__setattr__"
+                if forced or target.attr in methods or is_function(value, functions, methods):
                     offenders[f"{path}: {text}"] = f"{path} replaces the method {text}: pass an observer or a subclass"
             if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[0] in ("mock", "patch"):
                 text = ast.unparse(node)
@@ -380,7 +437,7 @@ def large_classes(package: Package) -> Offenders:
     for path, node in nodes(package, ast.ClassDef):
         assert isinstance(node, ast.ClassDef)
         family = with_bases(node, classes)
-        methods = len({member.name for one in family for member in one.body if isinstance(member, Function)})
+        methods = len({name for one in family for name in methods_of(one)})
         attributes = len({name for one in family for name in self_attributes(one) | fields(one)})
         if (methods > MAX_METHODS or attributes > MAX_ATTRIBUTES) and not has_reason(package[path], node):
             offenders[node.name] = (
@@ -388,6 +445,17 @@ def large_classes(package: Package) -> Offenders:
                 f"{MAX_METHODS} and {MAX_ATTRIBUTES}): split it, or write `# size: why` above it"
             )
     return offenders
+
+
+def methods_of(node: ast.ClassDef) -> set[str]:
+    """Return the methods and properties of a class, also those made without `def`."""
+    found = {member.name for member in node.body if isinstance(member, Function)}
+    for member in node.body:
+        for target, value in pairs(member):
+            made = isinstance(value, ast.Call) and last_name(value.func) in METHOD_MAKERS
+            if made or isinstance(value, ast.Lambda) or last_name(value) in found:
+                found.add(last_name(target))
+    return found
 
 
 def with_bases(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> list[ast.ClassDef]:
@@ -425,7 +493,8 @@ def long_signatures(package: Package) -> Offenders:
         if owner.startswith("_"):
             continue
         for member in members(node):
-            if isinstance(member, Function) and (member.name == "__init__" or not member.name.startswith("_")):
+            is_public = isinstance(member, Function) and not member.name.startswith("_")
+            if isinstance(member, Function) and (is_public or member.name in ("__init__", "__new__", "__call__")):
                 count = num_parameters(member)
                 if count > MAX_PARAMETERS:
                     name = f"{path}: {owner}{member.name}"
@@ -598,6 +667,8 @@ def parameters(count: int) -> str:
 BREACHES: list[tuple[Law, dict[str, str]]] = [
     (crowded_folders, {f"views/v{i}.py": "" for i in range(17)}),
     (repeated_classes, {"a.py": "class Plan: ...", "b.py": "def f():\n    class Plan: ..."}),
+    (repeated_classes, {"a.py": "class Plan: ...", "b.py": "Plan = namedtuple('Plan', 'a b')"}),
+    (repeated_classes, {"a.py": "P = msgspec.defstruct('Plan', ['a'])", "b.py": "P = make_dataclass('Plan', ['a'])"}),
     (probed_strategies, {"a.py": "getattr(run.strategy, 'bound', 0)"}),
     (probed_strategies, {"a.py": "hasattr(type(strategy), 'server')"}),
     (probed_strategies, {"a.py": "half = strategy.server(2)\nhasattr(half, 'tick')"}),
@@ -631,6 +702,16 @@ BREACHES: list[tuple[Law, dict[str, str]]] = [
     (probed_strategies, {"a.py": "match it:\n    case Sync(): ...", "strategies/sync.py": "class Sync: ..."}),
     (probed_strategies, {"a.py": "isinstance(it, int | Sync)", "strategies/sync.py": "class Sync: ..."}),
     (probed_strategies, {"a.py": "type(it) is Sync", "strategies/sync.py": "class Sync: ..."}),
+    (probed_strategies, {"a.py": "algo = config.strategy\ngetattr(algo, 'bound', 0)"}),
+    (probed_strategies, {"a.py": "with suppress(AttributeError):\n    x = strategy.bound"}),
+    (probed_strategies, {"a.py": "it.__class__.__name__ == 'Sync'", "strategies/sync.py": "class Sync: ..."}),
+    (probed_strategies, {"a.py": "NAMES = {'sync', 'x'}\nconfig.strategy in NAMES", "strategies/sync.py": ""}),
+    (probed_strategies, {"a.py": "NAMES = frozenset(['sync'])\nstrategy not in NAMES", "strategies/sync.py": ""}),
+    (probed_strategies, {"a.py": "COST: dict = {'sync': 1}\nCOST[config.strategy]", "strategies/sync.py": ""}),
+    (probed_strategies, {"a.py": "{'sync': 1}.get(config.strategy, 0)", "strategies/sync.py": ""}),
+    (probed_strategies, {"a.py": "name.startswith('sync')", "strategies/sync.py": ""}),
+    (probed_strategies, {"a.py": "config.strategy.startswith('stale')", "strategies/stale_sync.py": ""}),
+    (replaced_methods, {"a.py": "object.__setattr__(client, 'take', f)"}),
     (replaced_methods, {"a.py": "patch.object(client, 'take')"}),
     (replaced_methods, {"a.py": "mock.patch('rainband.worker.client.Client.take')"}),
     (replaced_methods, {"a.py": "client.take = timed(client.take)  # type: ignore[method-assign]"}),
@@ -648,6 +729,7 @@ BREACHES: list[tuple[Law, dict[str, str]]] = [
     (replaced_methods, {"a.py": "client.__dict__['take'] = 1"}),
     (replaced_methods, {"a.py": "vars(client).update(take=1)"}),
     (large_classes, {"a.py": "class A:\n" + methods(26)}),
+    (large_classes, {"a.py": "class A:\n" + methods(25) + "    size = property(lambda self: 1)"}),
     (large_classes, {"a.py": "@dataclass\nclass A:\n" + "".join(f"    a{i}: int\n" for i in range(21))}),
     (large_classes, {"a.py": "# size: it is large\nclass A:\n" + methods(26)}),
     (large_classes, {"a.py": "class A:\n" + attributes(21)}),
@@ -658,6 +740,7 @@ BREACHES: list[tuple[Law, dict[str, str]]] = [
     (large_classes, {"a.py": "class A:\n" + attributes(21).replace("self", "this")}),
     (long_signatures, {"a.py": f"def f({parameters(9)}): ..."}),
     (long_signatures, {"a.py": f"class A:\n    def __init__(self, *, {parameters(9)}): ..."}),
+    (long_signatures, {"a.py": f"class A:\n    def __call__(self, {parameters(9)}): ..."}),
     (long_signatures, {"a.py": f"if True:\n    def f({parameters(9)}): ..."}),
     (long_signatures, {"a.py": f"try: ...\nexcept E:\n    def f({parameters(9)}): ..."}),
     (small_modules, {"views/a.py": "x = 1", "views/b.py": "from rainband.views.a import x"}),
@@ -676,6 +759,11 @@ ALLOWED: list[tuple[Law, dict[str, str]]] = [
     (repeated_classes, {"a.py": "class Plan: ...", "b.py": "class Placement: ..."}),
     (probed_strategies, {"a.py": "getattr(torch, strategy.dtype)"}),
     (probed_strategies, {"a.py": "cls = getattr(importlib.import_module(name), class_name)"}),
+    (probed_strategies, {"a.py": "COST = {'sync': 1}\nCOST[number]", "strategies/sync.py": ""}),
+    (probed_strategies, {"a.py": "SCHEDULES = {'sync': 1}\nname in SCHEDULES", "strategies/sync.py": ""}),
+    (probed_strategies, {"a.py": "name.startswith('rainband')", "strategies/sync.py": ""}),
+    (replaced_methods, {"a.py": "object.__setattr__(self, 'nodes', {})"}),
+    (large_classes, {"a.py": "class A:\n" + methods(25) + "    limit = len('x')"}),
     (replaced_methods, {"a.py": "class A:\n    def f(self): self.take = lambda: 1"}),
     (replaced_methods, {"a.py": "class A:\n    count: int\n    def take(self): ...", "b.py": "client.count = 3"}),
     (replaced_methods, {"a.py": "sys.excepthook = partial(show, sys.excepthook)"}),

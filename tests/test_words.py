@@ -35,7 +35,8 @@ BANNED = {
     r"\bwho ever\b": "name the actor",
     r"\bin the mean\b(?! (of|over)\b)": "on average, or mean 4.6",
     r"\bso (many|often|long)\b(?! (that|as)\b)": "the number itself, with its unit",
-    r"`(had|crossed|moved)`": "duplicate, overlaps, wrong_server",
+    r"`(had|crossed|moved)`|\b(answer(s|ed)?|result) (is |was |with )?['\"]?(had|crossed|moved)\b"
+    r"|\b(accepted|applied|duplicate), ?(or |and )?(had|crossed|moved)\b": "duplicate, overlaps, wrong_server",
     r"\bleased again\b|\bleasing again\b": "reassigned",
     r"\bcrews?\b": "workers and servers",
     r"\bseats?\b": "rank, or position",
@@ -45,7 +46,7 @@ BANNED = {
     r"\bheard of\b": "without a heartbeat for",
     r"\bvirtual worlds?\b|\bself-made\b": "simulation; custom",
 }
-# As whole string literals only: the results of a push.
+# The results of a push: as whole string literals, and as constants. Elsewhere they are words like others.
 BANNED_LITERALS = {"had": "duplicate", "crossed": "overlaps", "moved": "wrong_server"}
 # How no docstring and no option begins: with a pronoun, or as a question.
 BANNED_OPENINGS = {
@@ -92,7 +93,9 @@ def texts_of_source(where: str, source: str) -> Iterator[Text]:
             first = node.body[0]
             if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
                 docstrings[first.value] = True
-        yield from (Text(where, getattr(node, "lineno", 1), "name", spaced(name)) for name in names_defined(node))
+        for name in names_defined(node):
+            is_constant = name.isupper() and name.lower() in BANNED_LITERALS
+            yield Text(where, getattr(node, "lineno", 1), "literal" if is_constant else "name", spaced(name))
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield Text(where, node.lineno, "docstring" if node in docstrings else "literal", node.value)
@@ -169,6 +172,8 @@ def all_texts() -> list[Text]:
         where = str(path.relative_to(ROOT))
         texts.append(Text(where, 0, "name", spaced(where.removesuffix(".md"))))
         texts += texts_of_page(where, path.read_text(encoding="utf-8"))
+    for path in files(("pyproject.toml", "Makefile", "mkdocs.yml"), ""):
+        texts += texts_of_page(path.name, path.read_text(encoding="utf-8"))
     return texts + list(texts_of_help())
 
 
@@ -188,8 +193,8 @@ def faults(text: Text) -> list[str]:
         found = matches(BANNED, text.words, re.search)
     if text.kind == "docstring":
         found += matches(BANNED_OPENINGS, text.words.strip(), re.match)
-    if text.kind == "literal" and text.words in BANNED_LITERALS:
-        found.append((text.words, BANNED_LITERALS[text.words]))
+    if text.kind == "literal" and (result := text.words.strip(" .,:;()'\"").lower()) in BANNED_LITERALS:
+        found.append((result, BANNED_LITERALS[result]))
     return [f"{text.where}:{text.line}: {word!r} ({text.kind}): say {instead}" for word, instead in found]
 
 
@@ -249,6 +254,10 @@ def test_every_command_is_read() -> None:
         'x = f"the {count} cells of a round"',
         'x = ("a loop of "\n     "your own")',
         "RESULTS = ('applied', 'had')",
+        "x = f'{count} crossed, '",
+        "class PushResult(Enum):\n    MOVED = auto()",
+        "# applied, had, crossed",
+        'x = "the server answers had: the push is ignored"',
         "def next_cell(): ...",
         "class OwnLoop: ...",
         "def f(world): ...",
@@ -271,6 +280,8 @@ def test_a_banned_word_in_a_source_is_noticed(source: str) -> None:
         "model = torch.nn.LSTMCell(3, 4)",
         '"""A worker that had what was moved."""',
         "# so often that nobody notices",
+        "moved = step(had=True)",
+        "# its result: half of what moved, crossed the line",
         "estimate = approximates + mature",
         '"""Return what was asked for."""',
     ],
@@ -284,6 +295,7 @@ def test_what_is_allowed_in_a_source_is_left_alone(source: str) -> None:
     [
         ("README.md", "a loop of your own"),
         ("docs/a.md", "answers `had`"),
+        ("pyproject.toml", "    # A world forks before it computes."),
         ("CHANGELOG.md", "`--world` is `--runtime` in every world"),
     ],
 )
