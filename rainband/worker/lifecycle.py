@@ -123,19 +123,28 @@ async def report_failure(session: Session, error: Exception) -> None:
     if not of_user and not isinstance(error, NotSaved | LoaderProcessLost):
         # When a server is lost, the coordinator notices it too, and knows more.
         await runtime.failure_is_known()
-    step = session.stats.steps + 1 if session.go else 0  # the one that failed
-    trace = users_traceback(error) if of_user else ""
-    runtime.tell(Failed(step, f"{type(error).__name__}: {error}", trace))
+    runtime.tell(failed(session, error))
     while of_user:
         with suppress(ServerLost):  # the coordinator ends the run
             await Until("the end of the run", lambda: session.conclusion is not None)
             await save_after_failure(session)
 
 
+def failed(session: Session, error: Exception) -> Failed:
+    """Return the message that tells the coordinator of an error."""
+    step = session.stats.steps + 1 if session.go else 0  # the one that failed
+    trace = "" if isinstance(error, RainbandError) else users_traceback(error)
+    return Failed(step, f"{type(error).__name__}: {error}", trace)
+
+
 async def save_after_failure(session: Session) -> None:
     """Save the model so far: this worker is the last that has the parameters, although its code has raised."""
     assert session.conclusion is not None
     (message, _), session.conclusion = session.conclusion, None
+    worker = getattr(session, "worker", None)  # a loop that shares batches has none
+    if worker is not None:
+        session.model.return_leases(worker)  # and report what was done
+    session.runtime.tell(session.stats.heartbeat())
     module = session.model.own_module() or session.worker.client.flat.module
     try:
         with saving(message.path, module):

@@ -9,6 +9,7 @@ from rainband.runtimes.simulation.cluster import SimulatedCluster
 from rainband.runtimes.simulation.message_bus import InFlight, Node
 from rainband.runtimes.simulation.models.faults import Fault, Script
 from rainband.runtimes.simulation.models.trace import NodeEvent
+from rainband.runtimes.simulation.worker import WorkerNode
 
 
 class FaultInjector:
@@ -19,6 +20,7 @@ class FaultInjector:
         self.random = Random(f"trouble {seed}")
         self.deaths = 0
         self.servers_died = False  # one or more; each may have been started again
+        self.raised = False  # the code of a worker
         self._count_restarts(script)
         for fault in script:
             cluster.clock.at(fault.at_s, partial(self._strike, fault))
@@ -36,6 +38,9 @@ class FaultInjector:
                 cluster.kill(node, self._survives, silent=fault.what == "crash")
                 self.deaths += 1
                 self.servers_died |= node.peer.role == "server"
+            case "raise":
+                assert isinstance(node, WorkerNode)
+                node.raises = self.raised = True
             case "stop":
                 cluster.coordinator_node.wake(cluster.stop)
             case "pause":

@@ -23,7 +23,7 @@ from rainband.runtimes.simulation.shared_module import NOTHING, WrittenValues
 from rainband.server.server import Server
 from rainband.strategy import Batch, BatchPart
 from rainband.worker.client import Client, StateChanged
-from rainband.worker.lifecycle import run_worker
+from rainband.worker.lifecycle import failed, run_worker
 from rainband.worker.periodic_eval import PeriodicEval
 from rainband.worker.pulls import PullHandle
 from rainband.worker.session import FOR_THE_SESSION, Dismissed, Session
@@ -55,7 +55,7 @@ class WorkerNode(Node):
     # There may be ten thousand workers: plain objects with this many attributes are large and slow.
     __slots__ = (
         *("block_bytes", "busy_until", "cluster", "compute", "computes_until", "copied_s", "costs", "eval_every_s"),
-        *("inbox", "later", "life", "measuring", "observer", "over", "pace", "session", "stats", "waiting"),
+        *("inbox", "later", "life", "measuring", "observer", "over", "pace", "raises", "session", "stats", "waiting"),
         "waiting_since",
     )
 
@@ -89,6 +89,7 @@ class WorkerNode(Node):
         self.copied_s = 0.0  # seconds of copying parameters since its last wait
         self.computes_until = 0.0  # if it has a core of its own
         self.over = False
+        self.raises = False  # its next gradient, as an error in the user's code
 
     @property
     def client(self) -> Client | None:
@@ -144,6 +145,9 @@ class WorkerNode(Node):
     def join_again(self) -> None:
         """Join a coordinator that was started again and knows no worker."""
         self.tell(self.cluster.scenario.join)
+        if self.session.failure is not None:
+            self.tell(failed(self.session, self.session.failure))
+            return
         if self.session.client is not None:
             self.session.client.request_again()
         self.look_if_waiting()
@@ -314,6 +318,8 @@ class WorkerNode(Node):
             self.observer.spent("compute", started, self.clock.now, wanted.label)
         self.compute.attach()
         try:
+            if self.raises:
+                raise RuntimeError("a fault was injected into the user's code")
             if isinstance(wanted, Compute):
                 if self.observer is not None:
                     self.observer.computing(wanted.worker, wanted.batch)

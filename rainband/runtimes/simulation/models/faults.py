@@ -6,6 +6,7 @@
 0.400 pause server 0 for 2.500                as by SIGSTOP: it loses nothing and does nothing
 0.300 skew coordinator by 60.000              its clock jumps ahead
 0.000 disk worker 0 by 4.000                  saving takes 4 s longer
+0.500 raise worker 1                          its next gradient raises, as an error in your code
 0.700 stop coordinator                        as by Ctrl-C: the run ends after the current batches, and saves the model
 0.100 netsplit worker 0 > coordinator for 3.000       one direction of a partition; messages arrive when it heals
 0.100 slow worker 0 > server 1 for 1.000 by 0.200     each message takes 0.2 s longer
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from random import Random
 
-ON_A_NODE = ("kill", "crash", "start", "pause", "skew", "disk", "stop")
+ON_A_NODE = ("kill", "crash", "start", "pause", "skew", "disk", "stop", "raise")
 ON_A_LINK = ("netsplit", "slow", "duplicate", "reorder", "reset")
 LASTING = ("pause", "netsplit", "slow", "duplicate", "reorder")
 WITH_AMOUNT = ("slow", "reorder", "skew", "disk")
@@ -49,6 +50,8 @@ class Fault:
             raise ValueError(f"{self}: write  {self.what} worker 0{' > server 0' * (self.what in ON_A_LINK)}.")
         if self.what == "stop" and self.node != "coordinator":
             raise ValueError(f"{self}: only the whole run can be stopped: write  stop coordinator.")
+        if self.what == "raise" and not _is_worker(self.node):
+            raise ValueError(f"{self}: only workers run your code: write  raise worker 0.")
         if (self.what in LASTING) != bool(self.for_s):
             raise ValueError(f"{self}: {_listed(LASTING)} require `for SECONDS`; the others do not take it.")
         if (self.what in WITH_AMOUNT) != bool(self.by_s):
@@ -134,7 +137,8 @@ class Chances:
     servers_die: bool = False  # and the coordinator: then the run cannot finish
     coordinator_returns: bool = False  # the coordinator may die, and is started again
     shared_batches: bool = False  # workers exchange gradients with each other
-    stops: bool = False  # the run may be stopped, as by Ctrl-C
+    stops: bool = False  # the run is stopped, as by Ctrl-C
+    raises: bool = False  # the code of a worker raises
 
 
 # How long faults last, in failure timeouts.
@@ -157,6 +161,8 @@ def random_script(random: Random, num_workers: int, num_servers: int, chances: C
         faults.append(_between_workers(random, random.uniform(0, chances.length_s), num_workers, chances))
     if chances.stops:
         faults.append(Fault(random.uniform(0, chances.length_s), "stop", "coordinator"))
+    if chances.raises:
+        faults.append(Fault(random.uniform(0, chances.length_s), "raise", f"worker {random.randrange(num_workers)}"))
     return tuple(sorted(map(_rounded, faults), key=lambda fault: (fault.at_s, str(fault))))
 
 

@@ -259,8 +259,12 @@ class RunCheck:
                 explained = self.fault_injector.deaths >= 3
             case FailureCause.COORDINATOR_LOST:
                 explained = not self.cluster.coordinator_node.alive
+            case FailureCause.OTHER:
+                explained = self.fault_injector.raised
             case _:
                 explained = False
+        if state.cause is FailureCause.OTHER and explained and server_died is False:
+            return self._stopped()
         return [] if explained else [f"the run failed for no fault: {state.reason}"]
 
     def _state_lost(self) -> bool:

@@ -134,6 +134,7 @@ def random_case(seed: int, strategy: str | None = None) -> Case:
         coordinator_returns=KINDS[name].known == "coordinated",
         shared_batches=KINDS[name].known == "shared",
         stops=Random(f"stop {seed}").random() < 0.2,
+        raises=Random(f"raise {seed}").random() < 0.1,
     )
     script = random_script(random, num_workers, num_servers, chances)
     if KINDS[name].known == "shared":
