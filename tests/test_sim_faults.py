@@ -486,7 +486,26 @@ def test_the_model_of_a_run_counts_as_saved_although_its_worker_was_killed_and_r
     assert verdict.violations == [] and verdict.outcome == "finished"
 
 
-def test_only_the_whole_run_can_be_stopped() -> None:
+def test_without_servers_the_model_of_a_run_whose_last_worker_raises_is_that_of_the_batches_it_reports() -> None:
+    verdict = check(Case(1, "sync", 2, 0, parse("0.1 kill worker 1\n0.6 raise worker 0")))
+    assert verdict.violations == [] and verdict.outcome == "failed"
+
+
+def test_a_worker_whose_code_raised_tells_a_coordinator_that_was_started_again() -> None:
+    script = "0.146 raise worker 0\n0.299 crash coordinator\n2.485 start coordinator"
+    verdict = check(Case(6000105, "sandblaster", 3, 1, parse(script)))
+    assert verdict.violations == [] and verdict.outcome == "failed"
+
+
+def test_a_look_that_is_due_at_a_moment_that_rounds_up_happens_once() -> None:
+    """The clock of the coordinator is 0.2 s ahead: what is due at 0.859 + 0.2 was never due at 0.859."""
+    assert check(random_case(5002758, "sandblaster")).violations == []
+
+
+def test_only_the_whole_run_can_be_stopped_and_only_workers_raise() -> None:
+    with pytest.raises(ValueError, match="only workers run your code: write  raise worker 0"):
+        parse("0.3 raise server 0")
+
     with pytest.raises(ValueError, match="only the whole run can be stopped: write  stop coordinator"):
         parse("0.3 stop worker 1")
 

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import MultiStepLR, StepLR
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset, get_worker_info
 
 from rainband.protocol.accounting import NOT_FINITE
+from rainband.rounds import average
 from rainband.rounds.exchange import Part
 from rainband.runtimes.training_loop.script_random import CommonRandom
 from rainband.runtimes.training_loop.split.batches import ShuffledOrder, SplitBatches, batch_length, part_of
@@ -688,6 +689,22 @@ def test_a_step_that_a_scaler_leaves_out_counts_as_skipped(workers: int, zero_fi
     run_group(script, workers, group)
     assert set(steps) == {2}
     assert (group.view.applied, dict(group.view.skipped)) == (26 - 2 * 4, {NOT_FINITE: 2 * 4})
+
+
+def test_gradients_on_an_accelerator_are_averaged_in_the_memory_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is none here, so the copies stand for it: the result has the same bits."""
+
+    def script(join: Join) -> nn.Module:
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with join(model, optimizer) as run:
+            for batch in run.batches(DATA, batch_size=8):
+                train(model, optimizer, batch)
+        return model
+
+    expected = run_group(script, 3)
+    monkeypatch.setattr(average, "is_elsewhere", lambda tensor: True)
+    assert equal_models([*run_group(script, 3), expected[0]])
 
 
 def test_many_long_reasons_for_skipped_batches_are_counted_in_bounded_space() -> None:

@@ -51,6 +51,12 @@ def average(out: list[Tensor | None], mine: int, given: Sequence[Contribution]) 
     `out` has the values of rank `mine`. Nothing changes if there is no weight, or only its own. The operations do not
     depend on `mine`, so all members get the same bits; whole-number gradients and weights give exact sums.
     """
+    if any(tensor is not None and is_elsewhere(tensor) for tensor in out):
+        return _average_here(out, mine, given)
+    return _average(out, mine, given)
+
+
+def _average(out: list[Tensor | None], mine: int, given: Sequence[Contribution]) -> float:
     given = [one for one in given if one.weight]
     total = sum(one.weight for one in given)
     if not given or (len(given) == 1 and given[0].rank == mine):
@@ -68,6 +74,24 @@ def average(out: list[Tensor | None], mine: int, given: Sequence[Contribution]) 
     alike = len({one.weight for one in given}) == 1
     for i in range(len(out)):
         _average_one(out, i, [one for one in given if one.present >> i & 1], len(given) if alike else total, alike)
+    return total
+
+
+def is_elsewhere(tensor: Tensor) -> bool:
+    """Return True for a tensor on an accelerator: what the members share is in the memory of the machine."""
+    return not tensor.is_cpu
+
+
+def _average_here(out: list[Tensor | None], mine: int, given: Sequence[Contribution]) -> float:
+    """Average copies in the memory of the machine, and copy the result back."""
+    copies = [None if tensor is None else tensor.to("cpu", copy=True) for tensor in out]
+    total = _average(copies, mine, given)
+    for i, copied in enumerate(copies):
+        original = out[i]
+        if original is None or copied is None:
+            out[i] = copied  # the caller puts a new one where it belongs
+        else:
+            original.copy_(copied)
     return total
 
 

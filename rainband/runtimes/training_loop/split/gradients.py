@@ -228,7 +228,7 @@ class GradientExchange:
         count = len(self.tensors.parameters)
         for parameter, mean in zip(self.tensors.parameters, tensors[:count], strict=True):
             if parameter.grad is None and mean is not None:
-                parameter.grad = mean.view_as(parameter)
+                parameter.grad = mean.to(parameter.device).view_as(parameter)
         for buffer, mean in zip(self.tensors.buffers, tensors[count:], strict=True):
             if alone:
                 buffer.keep()

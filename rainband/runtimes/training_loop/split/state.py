@@ -120,7 +120,7 @@ class LoopState:
 
 def _put_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
     if gradient is None or parameter.grad is None:
-        parameter.grad = gradient
+        parameter.grad = None if gradient is None else gradient.to(parameter.device)
     else:
         parameter.grad.copy_(gradient)
 

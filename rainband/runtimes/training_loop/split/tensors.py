@@ -165,7 +165,7 @@ class SharedBuffer:
     def put(self, change: Tensor | None) -> None:
         """Set the buffer to its values at the last exchange plus a change; None: there is no change."""
         if change is not None:
-            self.tensor.copy_(self.common.add_(change.view_as(self.common)))
+            self.tensor.copy_(self.common.add_(change.to(self.common.device).view_as(self.common)))
         self.version = self._version()
 
     def keep(self) -> None:
