@@ -203,12 +203,12 @@ def test_a_worker_that_cannot_reach_a_server_leaves_and_its_work_is_done_by_othe
 def test_a_clock_that_jumps_costs_leases_and_nothing_else(by_s: float) -> None:
     """The coordinator takes everyone for late; any worker that is alive comes back with its next word."""
     for strategy in KINDS:
-        verdict = check(Case(3, strategy, 4, 2, parse(f"0.2 skew coordinator by {by_s}")), keep_trace=True)
+        leases = KINDS[strategy].known not in ("coordinated", "shared")
+        script = parse(f"0.2 skew coordinator by {by_s}")
+        verdict = check(Case(3, strategy, 4, 2 if strategy != "sync" else 0, script), keep_trace=True)
         assert (verdict.outcome, verdict.violations) == ("finished", [])
         revoked = any(line.what.startswith("revoke ") for line in verdict.trace.lines or [])
-        assert revoked == (
-            by_s > 1 and KINDS[strategy].known != "coordinated"
-        )  # the failure timeout; there, nothing is leased
+        assert revoked == (by_s > 1 and leases)  # the failure timeout is 1 s
 
 
 def test_a_slow_disk_is_waited_for() -> None:
@@ -500,6 +500,11 @@ def test_a_worker_whose_code_raised_tells_a_coordinator_that_was_started_again()
 def test_a_look_that_is_due_at_a_moment_that_rounds_up_happens_once() -> None:
     """The clock of the coordinator is 0.2 s ahead: what is due at 0.859 + 0.2 was never due at 0.859."""
     assert check(random_case(5002758, "sandblaster")).violations == []
+
+
+def test_a_server_that_dies_before_it_joins_ends_the_run_also_for_workers_that_come_later() -> None:
+    verdict = check(Case(6001933, "per_worker", 2, 1, parse("0.003 kill server 0\n0.204 start worker 3")))
+    assert verdict.violations == [] and verdict.outcome == "failed"
 
 
 def test_only_the_whole_run_can_be_stopped_and_only_workers_raise() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rainband.coordinator.coordinator import Coordinator, CoordinatorOutput
+from rainband.coordinator.state import FailureCause
 from rainband.observer import Observer
 from rainband.protocol.messages import Message, Peer
 from rainband.runtimes.hogwild.server import FROM_WORKERS, HOGWILD_SERVER, HogwildServer
@@ -32,7 +33,7 @@ class CoordinatorHost:
         phase_time: Callable[[], float] | None = None,
         why_fatal: WhyFatal | None = None,
     ) -> None:
-        """`why_fatal` returns why the run cannot start without a node that is lost before it joined; "": it can."""
+        """`why_fatal` returns why the run cannot start without a worker that is lost before it joined; "": it can."""
         self.coordinator = coordinator
         self.now = now
         self.post = post
@@ -58,8 +59,10 @@ class CoordinatorHost:
         if peer.index in (coordinator.state.workers if peer.role == "worker" else coordinator.state.servers):
             return
         forming = coordinator.state.phase == "forming"
-        fatal = self.why_fatal(peer, why) if forming and self.why_fatal is not None else ""
-        if fatal:
+        if forming and peer.role == "server":
+            cause = FailureCause.SERVER_LOST
+            self.send(coordinator.shutdown.stop("failed", f"{peer} ended before it joined ({why})", cause))
+        elif fatal := self.why_fatal(peer, why) if forming and self.why_fatal is not None else "":
             self.send(coordinator.shutdown.stop("failed", fatal))
         elif peer.role == "worker" and for_good:
             self.send(coordinator.never_joins(peer, self.now(), why))

@@ -339,9 +339,7 @@ class Launcher(Run):
                     self.machines.exclude(rank)
 
     def _why_fatal(self, peer: Peer, cause: str) -> str:
-        """Return why the run cannot start without a node; other workers do the work of a lost one."""
-        if peer.role == "server":
-            return f"{peer} ended before it joined ({cause})"
+        """Return why the run cannot start without a worker; others do the work of a lost one."""
         if self.config.script and cause == FINE:
             return f"{self.config.task} never joined: it needs `with rainband.join(model, optimizer) as run:`"
         return ""
