@@ -198,6 +198,7 @@ class SimulatedCluster:
         self.trace.note(self.clock.now, node.name, event, event.name.lower())
         node.alive, node.killed_at = False, self.clock.now
         self.bus.nodes.pop(node.peer)
+        self.bus.ended.append(node)
         for flow in node.flows.values():
             lost = False
             for in_flight in flow.under_way:  # a connection breaks: nothing arrives after the first lost message

@@ -130,6 +130,7 @@ class MessageBus:
         self.network = network
         self.trace = trace
         self.nodes: dict[Peer, Node] = {}
+        self.ended: list[Node] = []  # their last messages, and the end of their connections, may still be under way
 
     def send(
         self,
@@ -158,7 +159,7 @@ class MessageBus:
 
     def has_waiting(self) -> bool:
         """Return whether a message has arrived but waits for an earlier one of its flow, which ticks repeat."""
-        flows = (flow for node in self.nodes.values() for flow in node.flows.values())
+        flows = (flow for node in (*self.nodes.values(), *self.ended) for flow in node.flows.values())
         return any(parcel.arrived and not parcel.idle for flow in flows for parcel in flow.under_way)
 
     def flow(self, source: Node, target: Node) -> Flow:
