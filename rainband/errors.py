@@ -41,6 +41,18 @@ class NotSaved(RainbandError):
     """The model could not be saved, for example because the disk is full."""
 
 
+class BadCheckpoint(RainbandError):
+    """A file of a checkpoint is missing, damaged, or not what its name says; nothing of it was used."""
+
+    def __init__(self, file: str, why: str) -> None:
+        super().__init__(file, why)
+        self.file = file
+        self.why = why
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.why.rstrip('.')}."
+
+
 class LoaderProcessLost(RainbandError):
     """A process of a worker's data loader was killed: the worker is lost, and others go on with its batches."""
 

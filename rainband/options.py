@@ -140,10 +140,48 @@ class TrainingOptions(TypedDict, total=False):
             flag="--eval-every",
         ),
     ]
+    from_weights: Annotated[
+        str | Path | None,
+        Option(
+            "Begin with these weights: a safetensors file, a folder with model.safetensors, or an earlier run.",
+            "FILE",
+            "the task's own",
+            flag="--from",
+        ),
+    ]
     config: Annotated[
         str | Path | None,
         Option("Repeat an earlier run: its config.json, or its directory. Other options override it.", "FILE"),
     ]
+
+
+class Duration(str):
+    """Seconds, or a text such as 5m, as an option takes it."""
+
+
+class CheckpointOptions(TypedDict, total=False):
+    """Checkpoints"""
+
+    checkpoint_every: Annotated[
+        str | float | Duration | None,
+        Option(
+            "Write a checkpoint every 30s, 5m or 1h, for example, and when the run is stopped; 0: none.",
+            "TIME",
+            "5m; none with --runtime sim",
+        ),
+    ]
+    keep: Annotated[int | None, Option("Checkpoints to keep: the newest N.", "N", "3", min=1)]
+    checkpoints: Annotated[
+        str | None,
+        Option(
+            "Write checkpoints below this folder or URL, such as s3://bucket/folder.", "PLACE", "the run's directory"
+        ),
+    ]
+    resume: Annotated[
+        str | Path | None,
+        Option("Continue from the newest checkpoint of an earlier run (rainband resume RUN does the same).", "RUN"),
+    ]
+    force: Annotated[bool | None, Option("With --resume: continue although the task, the strategy or the data differ.")]
 
 
 class StageOptions(TypedDict, total=False):
@@ -248,6 +286,7 @@ class FitOptions(
     ProcessOptions,
     SharedBatchOptions,
     TrainingOptions,
+    CheckpointOptions,
     StageOptions,
     SimulationOptions,
     RayOptions,
@@ -268,6 +307,7 @@ GROUPS = (
     ProcessOptions,
     SharedBatchOptions,
     TrainingOptions,
+    CheckpointOptions,
     StageOptions,
     SimulationOptions,
     RayOptions,
@@ -303,6 +343,22 @@ def declared(*groups: type) -> dict[str, DeclaredOption]:
                 *_, kind, _ = get_args(kind)  # the widest of the union, before None
             found[name] = DeclaredOption(name, (group.__doc__ or "").strip(), kind, option)
     return found
+
+
+UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def seconds(name: str, value: str | float) -> float:
+    """Return the seconds that an option gives, as a number or as a text such as 5m."""
+    text = str(value).strip()
+    unit = UNITS_S.get(text[-1:], 0.0)
+    try:
+        number = float(text[:-1]) * unit if unit else float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < 1e9:
+        raise OptionError(f"{opt(name, value)}: must be a time, such as 30s, 5m or 1h.")
+    return number
 
 
 def opt(name: str, value: object = None) -> str:
@@ -348,6 +404,8 @@ def reading(name: str, path: str | Path, hint: str) -> Iterator[None]:
 def check_value(one: DeclaredOption, value: Any) -> None:
     """Raise if an option cannot have this value, whatever the others are."""
     name, option = one.name, one.option
+    if one.kind is Duration:
+        seconds(name, value)
     number = {int: Integral, float: Real}.get(one.kind)
     if number is not None and (isinstance(value, bool) or not isinstance(value, number)):
         raise OptionError(f"{opt(name, value)}: must be {'a whole number' if one.kind is int else 'a number'}.")

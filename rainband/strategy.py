@@ -72,6 +72,16 @@ class Requirements:
             return "makes workers wait for each other, and only runs in which nobody waits can be replayed"
         return self.not_replayable
 
+    def checkpoint_obstacle(self, workers_per_replica: int = 1) -> str:
+        """Return why a run cannot be continued from a checkpoint; empty: it can."""
+        if self.shared_memory:
+            return "its workers write to one memory without locks, so no state of it is of one moment"
+        if self.coordinated:
+            return "its coordinator part keeps state between the steps"
+        if workers_per_replica > 1:
+            return "its workers compute one model together, in stages"
+        return ""
+
 
 # Of strategies whose workers make steps of their own and exchange models in rounds.
 LOCAL_STEPS = Requirements(

@@ -85,13 +85,39 @@ def test_ctrl_c_twice_ends_at_once(launcher: RunLauncher, tmp_path: Path) -> Non
 def test_a_polite_kill_is_obeyed_and_the_exit_code_says_try_again(
     launcher: RunLauncher, tmp_path: Path, signum: int
 ) -> None:
-    with launcher.run(tmp_path) as run:
+    with launcher.run(tmp_path, options={"checkpoint_every_s": 300.0}) as run:
         run.under_way()
         run.signal(signum)
         run.gate.open()
         assert run.ended() == 75
         assert run.result().outcome == "stopped"
         assert model_has_what_the_accounting_says(run)
+        assert (run.directory / "checkpoints" / run.result().checkpoint / "manifest.json").is_file()
+
+
+@pytest.mark.parametrize("strategy", ["downpour", "sync"])
+def test_a_run_that_was_stopped_continues_with_other_numbers_of_workers_and_servers(
+    launcher: RunLauncher, tmp_path: Path, strategy: str
+) -> None:
+    with launcher.run(tmp_path, strategy, options={"checkpoint_every_s": 300.0}) as run:
+        run.under_way()
+        run.gate.let(20)
+        run.done(10)
+        run.signal(signal.SIGTERM)
+        run.gate.open()
+        assert run.ended() == 75
+        done = run.result().accounting["applied"]
+        checkpoint = run.directory / "checkpoints" / run.result().checkpoint
+    again = tmp_path / "again"
+    again.mkdir()
+    options = {"resume_from": str(checkpoint)}
+    with launcher.run(again, strategy, workers=3, servers=1, gated=False, options=options) as run:
+        assert ended_as(run) == ("finished", 0)
+        [restored] = run.all(events.Restored)
+        assert 0 < restored.step <= done < 256
+        assert run.result().accounting["applied"] == 256
+        updates = 256 if strategy == "downpour" else 128  # of rounds of two, also with three workers
+        assert run.parameters()["bias"].item() == -LR * updates
 
 
 def test_ctrl_c_before_anyone_has_joined_ends_at_once(launcher: RunLauncher, tmp_path: Path) -> None:

@@ -45,6 +45,8 @@ LAYERS = {
     "nodes": Layer("server worker coordinator", may_import="contracts model rules rounds tasks"),
     "execution": Layer("model_parallel.execution", may_import="contracts model graphs nodes"),
     "transports": Layer("transports", may_import="contracts rounds collectives"),
+    # Files of checkpoints; who writes and reads them, and when, is up to the runtimes.
+    "checkpoints": Layer("checkpoints", may_import="contracts model"),
     # What reads a run's events and nothing else.
     "records": Layer("views.history views.sinks views.training_time", may_import="contracts"),
     "simulation_models": Layer("runtimes.simulation.models", may_import="contracts"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,7 @@ from rainband.cli.report_errors import report_errors
 from rainband.views.formatting import count, size
 
 if TYPE_CHECKING:
+    from rainband.checkpoints.read import Checkpoint
     from rainband.views.history import PastRun
 
 
@@ -21,24 +23,45 @@ def command(
     run: Run,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write, such as model.safetensors.")],
     runs: RunsDirectory = Path("runs"),
+    checkpoint: Annotated[
+        bool, typer.Option("--checkpoint", help="The model of the newest checkpoint, not the one saved at the end.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite OUT if it exists.")] = False,
 ) -> None:
     """Copy the model of a run to a file that PyTorch loads without Rainband.
 
+    RUN may also be one of its checkpoints, or a URL; with --checkpoint, the newest one of the run is exported. For
+    from_pretrained of Hugging Face, export to model.safetensors beside the config.json of the model.
+
     \b
     rainband export last model.safetensors
+    rainband export last model.safetensors --checkpoint
     """
+    from rainband.runtimes.checkpoints.choose import checkpoint_of, names_checkpoint
     from rainband.views.history import find_run, read_run
 
     with report_errors():
-        model = _model_of(read_run(find_run(runs, run)))
         _check_target(out, force)
-        tensors, numbers = _check_tensors(model)
-        _copy(model, out)
+        if checkpoint or names_checkpoint(run):
+            tensors, numbers = _export(checkpoint_of(run, runs, partial(typer.echo, err=True)), out)
+        else:
+            model = _model_of(read_run(find_run(runs, run)))
+            tensors, numbers = _check_tensors(model)
+            _copy(model, out)
     typer.echo(f"{out}: {count(tensors, 'tensor')}, {count(numbers, 'number')}, {size(out.stat().st_size)}")
     typer.echo("To load it into the module that was trained:")
     typer.echo("  from safetensors.torch import load_model")
     typer.echo(f"  load_model(module, {str(out)!r})")
+
+
+def _export(checkpoint: Checkpoint, out: Path) -> tuple[int, int]:
+    """Write the model of a checkpoint; return how many tensors it has, and how many numbers they have."""
+    from rainband.model.save import save_tensors
+    from rainband.runtimes.checkpoints.restore import model_of
+
+    tensors = model_of(checkpoint)
+    save_tensors(tensors, str(out))
+    return len(tensors), sum(tensor.numel() for tensor in tensors.values())
 
 
 def _model_of(run: PastRun) -> Path:

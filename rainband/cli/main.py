@@ -19,6 +19,8 @@ COMMANDS = (
     *(
         "train",
         "run",
+        "checkpoints.resume",
+        "checkpoints.checkpoints",
         "join",
         "explain",
         "runs",
@@ -67,7 +69,7 @@ def build_app() -> typer.Typer:
         if hasattr(module, "register"):
             module.register(app)
         else:
-            app.command(name, cls=ExampleCommand)(module.command)
+            app.command(name.rpartition(".")[2], cls=ExampleCommand)(module.command)
     return app
 
 

@@ -18,8 +18,8 @@ Exit codes:
   0    success
   1    the run or command failed
   2    usage error; nothing was started
-  75   stopped by SIGTERM or SIGHUP; clean shutdown
-  130  stopped by Ctrl-C; a second Ctrl-C ends it at once"""
+  75   stopped by Ctrl-C, SIGTERM or SIGHUP; rainband resume RUN continues
+  130  stopped by Ctrl-C without a checkpoint (129: by SIGHUP, 143: by SIGTERM)"""
 
 
 @contextmanager

@@ -142,11 +142,23 @@ class Admission:
             complete = self._who_begins(complete)
         if not complete:
             return []
+        if not state.plan and (why := self.planning.unlike_checkpoint(complete[0][1])):
+            return self.shutdown.stop("failed", f"the run cannot continue from its checkpoint: {why}.")
         welcomed = {sender for sender, _ in complete}
         self.waiting = [(sender, join) for sender, join in self.waiting if sender not in welcomed]
-        outs = [] if state.plan else self.planning.make(complete[0][1], now)
+        outs = [] if state.plan else self._begin(complete[0][1], now)
         for sender, join in complete:
             outs += self._welcome(sender, join, now)
+        return outs
+
+    def _begin(self, join: Join, now: float) -> list[CoordinatorOutput]:
+        """Make the plan; in a run that continues, lease only what its checkpoint lacks."""
+        outs = self.planning.make(join, now)
+        restore = self.state.settings.restore
+        if restore is not None:
+            self.liveness.leases.restore(restore)
+            samples = restore.plan.samples_of(restore.step)
+            self.state.events.append(events.Restored(at_s=now, place=restore.place, step=restore.step, samples=samples))
         return outs
 
     def _who_begins(self, complete: list[tuple[Peer, Join]]) -> list[tuple[Peer, Join]]:
@@ -200,7 +212,8 @@ class Admission:
         state.workers[sender.index].active, state.live = True, None
         first = sender.index - state.rank_in_replica(sender.index)
         earlier = (w.connected and w.peer.index < first for w in state.workers.values())
-        founder = state.phase is Phase.LOADING and not any(earlier)
+        restores = state.settings.restore is not None  # then the servers have the values
+        founder = state.phase is Phase.LOADING and not any(earlier) and not restores
         welcome = msgspec.structs.replace(state.welcome, load=founder, replica_addresses=state.addresses(sender.index))
         return [
             CoordinatorOutput(sender, welcome, self.buffers.replacement(sender, sender.index - first)),

@@ -19,6 +19,7 @@ from rainband.coordinator.leases import Leases
 from rainband.coordinator.liveness import Liveness
 from rainband.coordinator.planning import Planning
 from rainband.coordinator.reporting import Reporting
+from rainband.coordinator.saving.checkpoints import Checkpoints, Collected
 from rainband.coordinator.shutdown import RunEnd
 from rainband.coordinator.state import CoordinatorOutput, Phase, RunSettings, RunState, ServerState
 from rainband.protocol import events
@@ -26,6 +27,7 @@ from rainband.protocol.messages import (
     AcceptedBatches,
     Address,
     Answer,
+    CheckpointRequest,
     Concluded,
     Dataset,
     Ended,
@@ -44,6 +46,7 @@ from rainband.protocol.messages import (
     ReportRequest,
     Return,
     RoundChosen,
+    Saved,
     ServerJoin,
     StopRequest,
 )
@@ -63,7 +66,8 @@ class Coordinator:
         self.state = state = RunState(settings)
         self.in_rounds = requires.in_rounds  # each worker can report what all together have done
         self.reporting = Reporting(state)
-        self.shutdown = RunEnd(state, self.reporting)
+        self.checkpoints = Checkpoints(state, requires)
+        self.shutdown = RunEnd(state, self.reporting, self.checkpoints)
         self.full_batch: FullBatchDuty | None = None
         if strategy is not None and requires.coordinated:
             state.full_batch = FullBatchRun(strategy.coordinate, state.events, journal)
@@ -99,6 +103,8 @@ class Coordinator:
                 return self.liveness.failed(sender, message, now)
             case RoundChosen() if sender.role == "server":
                 return [CoordinatorOutput(s.peer, message) for s in self.state.servers.values() if s.peer != sender]
+            case Saved():
+                return self.checkpoints.saved(sender, message, now) + self.shutdown.when_concluded()
             case Answer() | Evaluated() if self.full_batch is not None and sender.role == "server":
                 return self.full_batch.answered(sender, message, now)
         return self._from_worker(sender, message, now, body)
@@ -134,6 +140,8 @@ class Coordinator:
                 )
             case Paused():
                 return self.liveness.pause(worker, now)
+            case CheckpointRequest():
+                return self.checkpoints.request(now)
             case StopRequest():
                 return self.shutdown.stop("stopped", message.reason)
         return []
@@ -177,6 +185,7 @@ class Coordinator:
     def lost(self, peer: Peer, now: float, why: str = "its connection closed") -> list[CoordinatorOutput]:
         """React to a closed connection, or to the end of a process."""
         self.state.live = None
+        self.checkpoints.lost(peer, now)
         return self.liveness.lost(peer, now, why)
 
     def never_joins(self, peer: Peer, now: float, why: str) -> list[CoordinatorOutput]:
@@ -208,7 +217,15 @@ class Coordinator:
             outs += self.leases.forget_ended_workers()
         if state.phase is Phase.CONCLUDING:
             outs += self.shutdown.request_last_reports()
+        outs += self.checkpoints.tick(now)
         return outs + self.leases.give(now)
+
+    def checkpoint_committed(
+        self, collected: Collected, name: str, now: float, error: str = ""
+    ) -> list[CoordinatorOutput]:
+        """Note that a checkpoint is there, under this name, or why it is not."""
+        self.checkpoints.committed(collected, name, now, error)
+        return self.shutdown.when_concluded() + self.checkpoints.tick(now)
 
     def due_at(self) -> float | None:
         """Return when to call `look`, because a worker may be overdue then; None: never."""

@@ -14,6 +14,7 @@ from rainband.coordinator.state import CoordinatorOutput, Phase, RunState, Worke
 from rainband.protocol import events
 from rainband.protocol.accepted_set import groups
 from rainband.protocol.messages import AcceptedBatches, Forget, Lease, LeaseEnd, NoWork, Peer, Return, Revoke
+from rainband.protocol.saved_state import Restore
 
 
 class PositionCounts:
@@ -91,6 +92,20 @@ class Leases:
         self.unconfirmed: dict[int, float] = {}  # returned as done, not yet in the accepted sets -> since when
         self.counts = PositionCounts(state)
         self.wanting: dict[int, None] = {}  # workers that asked for a lease, longest first
+
+    def restore(self, restore: Restore) -> None:
+        """Lease only what the blocks of a checkpoint lack."""
+        plan = self.state.plan
+        assert plan is not None
+        accepted = [saved.accepted_set(plan) for saved in restore.blocks]
+        first = min((each.first_open for each in accepted), default=0)
+        last = max((max((*each.open, each.first_open - 1)) for each in accepted), default=-1)
+        for portion in range(first, last + 1):
+            missing = groups(plan.full(portion), [each.of(portion) for each in accepted])
+            if missing:
+                self.again[portion] = missing
+                self.numbers[portion] = 1
+        self.next_fresh = max(first, last + 1)
 
     def requested(self, worker: WorkerState, now: float) -> list[CoordinatorOutput]:
         self.wanting.setdefault(worker.peer.index)

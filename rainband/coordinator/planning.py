@@ -7,7 +7,7 @@ import msgspec
 from rainband.coordinator.state import CoordinatorOutput, Phase, RunState, WorkerState
 from rainband.protocol import events
 from rainband.protocol.data_plan import MAX_PORTION_BATCHES, DataPlan, choose_portion_batches
-from rainband.protocol.layout import cut, deal
+from rainband.protocol.layout import BlockSpec, Layout, cut, cut_again, deal
 from rainband.protocol.messages import Assign, Dataset, Join, Peer, Planned, Welcome
 
 EQUAL_DATA = "The samples must be equal on all workers: seed the random numbers that make them."
@@ -28,7 +28,7 @@ class Planning:
         # A custom loop describes its data at its first batch; until then there is one batch, which is leased to nobody.
         data = Dataset("", 1, 1, 1) if join.custom_loop else _data_of(join)
         state.plan = self._plan_for(join, data)
-        blocks = cut(join.layout, max(1, settings.num_servers))
+        blocks = self._cut(join.layout)
         dealt = deal(blocks, settings.num_servers) if settings.num_servers else ()
         owners = {block: server for server, mine in enumerate(dealt) for block in mine}
         state.welcome = Welcome(
@@ -47,14 +47,54 @@ class Planning:
                     state.plan,
                     tuple(blocks[b] for b in mine),
                     join.layout.groups,
-                    settings.num_replicas,
+                    self._num_replicas(join),
                     optimizer=join.optimizer,
+                    restores=settings.restore is not None,
                 ),
             )
             for server, mine in enumerate(dealt)
         ]
 
+    def _cut(self, layout: Layout) -> tuple[BlockSpec, ...]:
+        """Return the blocks: in a run that continues, those that it had, or parts of them."""
+        settings = self.state.settings
+        if settings.restore is None or not settings.num_servers:
+            return cut(layout, max(1, settings.num_servers))
+        edges: list[list[int]] = [[0] for _ in layout.vectors]
+        for saved in settings.restore.blocks:
+            edges[saved.vector].append(saved.stop)
+        return cut_again(layout, edges, settings.num_servers)
+
+    def _num_replicas(self, join: Join) -> int:
+        """Return the replicas for which update rules are made: rounds stay those with which the run began."""
+        settings = self.state.settings
+        return settings.restore.num_replicas if settings.restore and join.rounds else settings.num_replicas
+
+    def unlike_checkpoint(self, join: Join) -> str:
+        """Return in what a worker's task differs from that of the checkpoint; "" if it is the same."""
+        restore = self.state.settings.restore
+        if restore is None:
+            return ""
+        plan = restore.plan
+        pairs: dict[str, tuple[object, object]] = {"the model": (join.layout.digest(), plan.layout)}
+        if not join.custom_loop:
+            pairs |= {
+                "the number of samples": (join.num_samples, plan.num_samples),
+                "the batch size": (join.batch_size, plan.batch_size),
+            }
+            if not restore.force:
+                pairs["the data"] = (join.fingerprint, plan.fingerprint)
+        differing = {what: sides for what, sides in pairs.items() if sides[0] != sides[1]}
+        return "; ".join(f"{what} is {here}, there it was {there}" for what, (here, there) in differing.items())
+
     def _plan_for(self, join: Join, data: Dataset) -> DataPlan:
+        restore = self.state.settings.restore
+        if restore is not None and (restore.plan.num_samples, restore.plan.batch_size) == (
+            data.num_samples,
+            data.batch_size,
+        ):
+            epochs = 1 if join.coordinated else data.epochs or OPEN_ENDED
+            return msgspec.structs.replace(restore.plan, epochs=epochs, fingerprint=data.fingerprint)
         num_workers = self.state.settings.num_replicas
         per_epoch = (data.num_samples + (0 if data.drop_last else data.batch_size - 1)) // data.batch_size
         items_per_round = min(num_workers, per_epoch) if join.rounds else 0

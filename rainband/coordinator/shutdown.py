@@ -8,7 +8,8 @@ import msgspec
 
 from rainband.coordinator.buffers import BufferMean
 from rainband.coordinator.reporting import Reporting
-from rainband.coordinator.rescue import HAS_PARAMETERS, Rescue
+from rainband.coordinator.saving.checkpoints import Checkpoints
+from rainband.coordinator.saving.rescue import HAS_PARAMETERS, Rescue
 from rainband.coordinator.state import CoordinatorOutput, FailureCause, Phase, RunState, WorkerState
 from rainband.protocol import events
 from rainband.protocol.messages import (
@@ -28,9 +29,10 @@ from rainband.protocol.messages import (
 class RunEnd:
     """The end of a run, from the last batch or a request to stop."""
 
-    def __init__(self, state: RunState, reporting: Reporting) -> None:
+    def __init__(self, state: RunState, reporting: Reporting, checkpoints: Checkpoints) -> None:
         self.state = state
         self.reporting = reporting
+        self.checkpoints = checkpoints
         self.buffers: dict[int, BufferMean] = {}  # by the rank in a replica
         self.metrics: dict[str, float] = {}
         self.concluder: int | None = None  # the worker that saves the model
@@ -199,7 +201,7 @@ class RunEnd:
         pulls = [CoordinatorOutput(w.peer, Conclude(""), self._buffers_of(w)) for w in others]
         conclude = Conclude(state.settings.model_path)
         saves = [CoordinatorOutput(w.peer, conclude, self._buffers_of(w)) for w in state.replica_of(chosen.peer.index)]
-        return [*self.request_last_reports(), *saves, *pulls]
+        return [*self.checkpoints.before_the_end(chosen), *self.request_last_reports(), *saves, *pulls]
 
     def _save_without_workers(self) -> list[CoordinatorOutput]:
         """Fetch the model from the servers, after they have applied what they buffer; then the run is over."""
@@ -243,7 +245,7 @@ class RunEnd:
 
     def when_concluded(self) -> list[CoordinatorOutput]:
         state = self.state
-        complete = self.saved and not self.last_pulls and not self.last_reports
+        complete = self.saved and not self.last_pulls and not self.last_reports and not self.checkpoints.is_awaited
         if state.phase is not Phase.CONCLUDING or not complete:
             return []
         broken = self.reporting.staleness().broken

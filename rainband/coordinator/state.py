@@ -12,6 +12,7 @@ import msgspec
 from rainband.protocol import events
 from rainband.protocol.data_plan import DataPlan
 from rainband.protocol.messages import Address, Dataset, Heartbeat, Join, Message, Peer, Report, Welcome
+from rainband.protocol.saved_state import Restore
 
 if TYPE_CHECKING:
     from rainband.coordinator.full_batch import FullBatchRun
@@ -38,6 +39,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     workers_per_replica: int = 1  # with consecutive ranks; the first of them has the leases
     num_local: int | None = None  # workers of the run's own machine, with the lowest ranks; None: all
     joinable: bool = False  # more workers may join from other machines
+    checkpoint_every_s: float = 0.0  # 0: no checkpoints
+    restore: Restore | None = None  # the checkpoint from which the run continues
     min_workers: int = 0  # workers that must have joined before the run begins
 
     @property

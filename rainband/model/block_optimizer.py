@@ -83,15 +83,15 @@ class BlockOptimizer:
         """Return all settings of each of the user's parameter groups, as they are now."""
         return tuple(dict(settings) for settings in self._settings)
 
-    def state(self) -> dict[str, list[Tensor]]:
-        """Return copies of the state by name and segment; an empty vector where a segment has none yet."""
+    def state(self, copied: bool = True) -> dict[str, list[Tensor]]:
+        """Return the state by name and segment, or copies of it; an empty vector where a segment has none yet."""
         entries = [self._optimizer.state.get(tensor, {}) for tensor in self._tensors]
         names = dict.fromkeys(name for entry in entries for name in entry)
-        return {name: self.state_of(name) for name in names}
+        return {name: self.state_of(name, copied) for name in names}
 
-    def state_of(self, name: str) -> list[Tensor]:
-        """Return copies of one kind of state, by segment."""
-        return [_as_tensor(self._optimizer.state.get(tensor, {}).get(name)) for tensor in self._tensors]
+    def state_of(self, name: str, copied: bool = True) -> list[Tensor]:
+        """Return one kind of state, or copies of it, by segment."""
+        return [_as_tensor(self._optimizer.state.get(tensor, {}).get(name), copied) for tensor in self._tensors]
 
     def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
         """Continue from a state of the same segments; if it does not fit, raise and change nothing."""
@@ -337,11 +337,11 @@ def _defaults(cls: type[Optimizer], settings: Settings) -> Settings:
     return {name: value for name, value in defaults.items() if name not in HOW_TO_COMPUTE}
 
 
-def _as_tensor(value: Tensor | float | None) -> Tensor:
+def _as_tensor(value: Tensor | float | None, copied: bool = True) -> Tensor:
     if value is None:
         return torch.empty(0)
     if isinstance(value, Tensor):
-        return value.detach().clone()
+        return value.detach().clone() if copied else value.detach()
     return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
 
 

@@ -185,9 +185,12 @@ def by_segment(
 
 
 def as_parts(
-    block: BlockSpec, state: Mapping[str, Sequence[Tensor]]
+    block: BlockSpec, state: Mapping[str, Sequence[Tensor]], dtype: torch.dtype | None = None
 ) -> tuple[dict[str, tuple[Tensor, tuple[int, ...]]], Numbers]:
-    """Convert a block's state for messages: tensors as long as the block, parameters without state, and numbers."""
+    """Convert a block's state for messages: tensors as long as the block, parameters without state, and numbers.
+
+    `dtype` is that of the tensors; None: the block's.
+    """
     parts: dict[str, tuple[Tensor, tuple[int, ...]]] = {}
     numbers: Numbers = {}
     for name, tensors in state.items():
@@ -195,7 +198,9 @@ def as_parts(
         if any(tensor.dim() == 0 for tensor in tensors):
             numbers[name] = {s.parameter: float(t) for s, t in pairs if t.dim() == 0}
             continue
-        whole = torch.zeros(block.numel, dtype=getattr(torch, block.dtype))
+        filled = sum(tensor.numel() for tensor in tensors) == block.numel
+        make = torch.empty if filled else torch.zeros
+        whole = make(block.numel, dtype=dtype or getattr(torch, block.dtype))
         for segment, tensor in pairs:
             if tensor.numel():
                 whole[segment.start : segment.stop] = tensor

@@ -28,6 +28,17 @@ def save_model(module: nn.Module, path: str) -> None:
         safetensors.torch.save_model(module, str(beside))
 
 
+def load_weights(module: nn.Module, path: str) -> None:
+    """Copy the weights of a safetensors file into a module; ValueError if they are those of another model."""
+    if not path:
+        return
+    try:
+        safetensors.torch.load_model(module, path)
+    except (RuntimeError, safetensors.SafetensorError) as error:
+        what = " ".join(str(error).split())
+        raise ValueError(f"the weights of {path} are not those of this model: {what}") from None
+
+
 def save_part(tensors: Mapping[str, Tensor], path: str, part: int) -> str:
     """Save one worker's submodel beside the final file; return its path."""
     if not path:
@@ -71,14 +82,25 @@ def save_blocks(layout: Layout, blocks: Sequence[BlockSpec], values: Mapping[int
         given = values[block.index]
         tensor = torch.frombuffer(bytearray(given), dtype=torch.uint8) if isinstance(given, bytes) else given
         vectors[block.vector][block.start : block.stop] = tensor.view(vectors[block.vector].dtype)
-    tensors = {}
+    with _replacing(path) as beside:
+        safetensors.torch.save_file(named_parameters(layout, vectors), beside)
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: str) -> None:
+    """Save tensors as they are named."""
+    with _replacing(path) as beside:
+        safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, beside)
+
+
+def named_parameters(layout: Layout, vectors: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return the parameters under the names of the model, cut out of the vectors of their layout."""
+    tensors: dict[str, Tensor] = {}
     for spec in layout.parameters:
         in_memory = vectors[spec.vector][spec.start : spec.start + spec.numel]
         in_memory = in_memory.view([spec.shape[dimension] for dimension in spec.order])
         inverse = sorted(range(len(spec.order)), key=spec.order.__getitem__)
         tensors[spec.name.replace("_orig_mod.", "")] = in_memory.permute(inverse).contiguous()  # of torch.compile
-    with _replacing(path) as beside:
-        safetensors.torch.save_file(tensors, beside)
+    return tensors
 
 
 @contextmanager

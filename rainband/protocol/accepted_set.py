@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rainband.protocol.data_plan import DataPlan, PushId, bits
 
@@ -19,6 +19,17 @@ class AcceptedSet:
         self.open: dict[int, int] = {}
         self.count = 0
         self._compact()
+
+    @classmethod
+    def of_portions(cls, plan: DataPlan, first_open: int, masks: Mapping[int, int]) -> AcceptedSet:
+        """Return the set with all portions below `first_open`, and these batches of later ones."""
+        accepted = cls(plan)
+        accepted.open = {portion: mask & plan.full(portion) for portion, mask in masks.items() if mask}
+        accepted.first_open = min(first_open, plan.num_portions)
+        accepted.count = sum(plan.batches_in(portion) for portion in range(accepted.first_open))
+        accepted.count += sum(mask.bit_count() for mask in accepted.open.values())
+        accepted._compact()
+        return accepted
 
     def of(self, portion: int) -> int:
         """Return the mask of one portion."""
@@ -59,6 +70,18 @@ class AcceptedSet:
         if completed:
             self._compact()
         return completed
+
+    def remove(self, name: PushId) -> None:
+        """Remove batches that were accepted: they are to be computed again."""
+        for r in name:
+            for portion in range(r.portion, self.first_open):  # these were complete until now
+                self.open[portion] = self.plan.full(portion)
+            self.first_open = min(self.first_open, r.portion)
+            before = self.open.get(r.portion, 0)
+            self.open[r.portion] = before & ~r.mask
+            self.count -= (before & r.mask).bit_count()
+        self.open = {portion: mask for portion, mask in self.open.items() if mask}
+        self._compact()
 
     def _compact(self) -> None:
         while self.first_open < self.plan.num_portions and self.open.get(self.first_open, 0) == self.plan.full(

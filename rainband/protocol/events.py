@@ -204,6 +204,23 @@ class UserError(Event, frozen=True):
     traceback: str
 
 
+class CheckpointWritten(Event, frozen=True):
+    """A checkpoint is complete: the run can be continued from it."""
+
+    name: str  # of its folder
+    step: int  # batches that are in it
+    num_bytes: int
+    seconds: float  # from its beginning; training went on meanwhile
+
+
+class Restored(Event, frozen=True):
+    """The run continues from a checkpoint."""
+
+    place: str
+    step: int  # batches that are in it
+    samples: int  # of these batches
+
+
 class Warned(Event, frozen=True):
     """Something went wrong that does not end the run."""
 
@@ -221,6 +238,7 @@ class RunEnded(Event, frozen=True):
     accounting: dict[str, object]
     staleness: dict[str, object]
     training_s: float = 0.0  # of these, from the beginning of the first step to the end of the last; 0: no step
+    checkpoint: str = ""  # the last one that was written
 
 
 AnyEvent = (
@@ -242,6 +260,8 @@ AnyEvent = (
     | IterationDone
     | ProcessOutput
     | UserError
+    | CheckpointWritten
+    | Restored
     | Warned
     | RunEnded
 )

@@ -142,16 +142,42 @@ def cut(layout: Layout, num_servers: int = 1, block_bytes: int = 1 << 20) -> tup
     """
     _at_least_one("num_servers", num_servers)
     _at_least_one("block_bytes", block_bytes)
+    return cut_at(layout, [_edges(vector, num_servers, block_bytes) for vector in layout.vectors])
+
+
+def cut_at(layout: Layout, edges: Sequence[Sequence[int]]) -> tuple[BlockSpec, ...]:
+    """Cut every vector at its edges, the first of which is 0 and the last its length."""
     blocks: list[BlockSpec] = []
-    for number, vector in enumerate(layout.vectors):
+    for number, (vector, of_vector) in enumerate(zip(layout.vectors, edges, strict=True)):
         present = [(i, p) for i, p in enumerate(layout.parameters) if p.vector == number and p.numel]
         starts = [parameter.start for _, parameter in present]
-        edges = _edges(vector, num_servers, block_bytes)
-        for start, stop in pairwise(edges):
+        for start, stop in pairwise(of_vector):
             inside = present[max(0, bisect_right(starts, start) - 1) : bisect_right(starts, stop - 1)]
             segments = tuple(_segment(i, p, start, stop) for i, p in inside if p.start + p.numel > start)
             blocks.append(BlockSpec(len(blocks), number, vector.dtype, start, stop, segments, vector.part))
     return tuple(blocks)
+
+
+def cut_again(layout: Layout, edges: Sequence[Sequence[int]], num_servers: int) -> tuple[BlockSpec, ...]:
+    """Cut vectors at the edges that they had before; halve the blocks until there are enough for all servers.
+
+    No block has elements of two earlier ones, whose accepted batches may differ.
+    """
+    edges = [list(of_vector) for of_vector in edges]
+    while sum(max(0, len(of_vector) - 1) for of_vector in edges) < num_servers:
+        finer = [_halved(of_vector) for of_vector in edges]
+        if finer == edges:
+            break  # each block is as small as it can be
+        edges = finer
+    return cut_at(layout, edges)
+
+
+def _halved(edges: Sequence[int]) -> list[int]:
+    finer = list(edges[:1])
+    for start, stop in pairwise(edges):
+        middle = start + (stop - start) // (2 * UNIT) * UNIT
+        finer += [middle, stop] if start < middle < stop else [stop]
+    return finer
 
 
 def deal(blocks: Sequence[BlockSpec], num_servers: int) -> tuple[tuple[int, ...], ...]:

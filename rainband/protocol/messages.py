@@ -15,6 +15,7 @@ import msgspec
 from rainband.protocol.data_plan import DataPlan, PushId
 from rainband.protocol.layout import BlockSpec, Layout
 from rainband.protocol.optimizer_spec import OptimizerSpec
+from rainband.protocol.saved_state import SavedBlock, SavedFile
 from rainband.protocol.vectors import Operation
 
 
@@ -240,6 +241,7 @@ class Assign(Message, frozen=True, tag=61):
     num_replicas: int
     term: int = 1
     optimizer: OptimizerSpec | None = None  # of a custom training loop; None: the strategy's
+    restores: bool = False  # the blocks continue from the checkpoint that the configuration names
 
 
 class Planned(Message, frozen=True, tag=62):
@@ -323,6 +325,26 @@ class Evaluated(Message, frozen=True, tag=72):
     at_version: int
     loss: float  # the sum over the samples; of the server with block 0
     samples: int
+
+
+class TakeSnapshot(Message, frozen=True, tag=74):
+    """Write this node's part of a checkpoint, in place of an earlier one; answered with Saved."""
+
+    number: int
+    folder: str  # of the checkpoint, in the place that the configuration names
+    at_version: int = -1  # of every block: in rounds; -1: each as it is now
+
+
+class Saved(Message, frozen=True, tag=75):
+    """A node has written its part of a checkpoint, or could not."""
+
+    number: int
+    files: tuple[SavedFile, ...] = ()
+    blocks: tuple[SavedBlock, ...] = ()
+    step: int = 0  # batches that the state of a worker has
+    more: bool = False  # other files of this node follow
+    newest: int = -1  # the version was too old: a block has this one now
+    error: str = ""
 
 
 class Tally(msgspec.Struct, frozen=True, array_like=True):
@@ -548,6 +570,10 @@ class StopRequest(Message, frozen=True, tag=119):
     reason: str
 
 
+class CheckpointRequest(Message, frozen=True, tag=122):
+    """A worker asks for a checkpoint as soon as possible."""
+
+
 class LinksOpened(Message, frozen=True, tag=120):
     """A worker has connected to the servers."""
 
@@ -642,10 +668,10 @@ AnyMessage = (
     Hello | InitBlock | Push | Pull | Opened | BlockReady | Ack | Params | ServerJoin | Assign | Ready
     | Revoke | AcceptedBatches | Forget | ReportRequest | Flush | Report | Join | Welcome | Go | LeaseRequest
     | Lease | Return | Heartbeat | Finish | Halt | Ended | Conclude | Concluded | Failed | Shutdown | FetchState
-    | StatePart | Planned | Dataset | Paused | NoWork | Idle | PullDelayed | AdjustRule | RoundChosen
-    | StopRequest | Command | Answer | Evaluated | AssignItems | ItemsDelivered | PeerValue | Lend | GiveBack
-    | LinksOpened | FilePart | MachineJoin | MachineWelcome | RestartRequest | Restart | ProcessEnded | Leave
-    | RoundData | RoundWords
+    | StatePart | TakeSnapshot | Saved | Planned | Dataset | Paused | NoWork | Idle | PullDelayed | AdjustRule | RoundChosen
+    | StopRequest | CheckpointRequest | Command | Answer | Evaluated | AssignItems | ItemsDelivered | PeerValue
+    | Lend | GiveBack | LinksOpened | FilePart | MachineJoin | MachineWelcome | RestartRequest | Restart
+    | ProcessEnded | Leave | RoundData | RoundWords
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

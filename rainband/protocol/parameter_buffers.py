@@ -28,6 +28,10 @@ class ParameterBuffer:
         self.index = index  # of this block's version word
         self.tensors = tensors
 
+    def begin_at(self, version: int) -> None:
+        """Set the version of what was written: the run continues from it."""
+        self.words[self.index] = 2 * version
+
     def begin_write(self) -> None:
         self.words[self.index] += 1
 

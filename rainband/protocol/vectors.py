@@ -148,6 +148,10 @@ class Vectors:
                 return _dot(v, v)
         return None
 
+    def made(self) -> dict[str, Tensor]:
+        """Return the vectors beside the parameters."""
+        return {name: vector for name, vector in self.named.items() if name != PARAMS}
+
     def add(self, gradient: Tensor) -> None:
         """Add to the sum of an evaluation."""
         self.named[GRADIENT].add_(gradient)

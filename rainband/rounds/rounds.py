@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 from torch import Tensor
 
 from rainband.protocol.accounting import SkipReasons
@@ -49,6 +50,21 @@ class RoundExchange:
     @property
     def drifted(self) -> int:
         return self.view.drifted
+
+    def collect(self) -> dict[str, Any]:
+        """Return the state at the beginning of this round, for a checkpoint."""
+        member = self.member
+        view = msgspec.json.encode(member.view).decode()
+        return {"view": view, "count": member.count, "training": member.holder.collect()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Begin, in place of the first round, with a state that was collected in an earlier run."""
+        member = self.member
+        member.holder.apply(state["training"])
+        member.count = max(0, state["count"])
+        before = msgspec.json.decode(state["view"], type=RoundView)
+        member.view = msgspec.structs.replace(before, members=(), shares=(), trial=0)
+        member.view_key = member.view.key()
 
     def begin(self, epoch: int) -> RoundId:
         where: RoundId = self._run(self.member.begin(epoch))

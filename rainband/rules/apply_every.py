@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from rainband.protocol.data_plan import num_batches
 from rainband.rules.rule import Rule
 
 if TYPE_CHECKING:
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
     from rainband.rules.rule import RuleBlock
 
 
+# size: it inherits every hook of a rule
 class ApplyEvery(Rule):
     """Average every `count` gradients into one update; stale gradients may weigh less.
 
@@ -47,9 +47,8 @@ class ApplyEvery(Rule):
         self.pushes: list[Push] = []
         self.absent: set[int] | None = None  # parameters that have no gradient in any of them
 
-    @property
-    def buffered(self) -> int:
-        return sum(num_batches(push.push_id) for push in self.pushes)
+    def waiting_pushes(self) -> list[Push]:
+        return self.pushes
 
     def absorb(self, block: RuleBlock, push: Push, gradient: Tensor | None) -> None:
         self._add_member(push.worker)

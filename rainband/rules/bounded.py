@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 from rainband.protocol.data_plan import num_batches
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from rainband.rules.rule import RuleBlock
 
 
+# size: it inherits every hook of a rule
 class Bounded(Rule):
     """Apply gradients on arrival, and measure how far ahead of the slowest worker their senders were.
 
@@ -83,10 +85,18 @@ class Bounded(Rule):
     def forget(self, block: RuleBlock, worker: int) -> None:
         self.clocks.leave(worker, block.version)
 
+    def state(self, given: Mapping[str, Tensor | float] | None = None) -> dict[str, Tensor | float]:
+        """Return the bound and the part of the run that is done; the clocks of new workers begin anew."""
+        numbers = {name: int(value) for name, value in (given or {}).items() if not hasattr(value, "numel")}
+        self.first, self.last = numbers.get("first", self.first), numbers.get("last", self.last)
+        self.bound, self.done = numbers.get("bound", self.bound), numbers.get("done", self.done)
+        return {"first": self.first, "last": self.last, "bound": self.bound, "done": self.done}
+
     def limit(self) -> StalenessLimit:
         return StalenessLimit(max(self.first, self.last), self.unit, self.largest, self.exceeded)
 
 
+# size: it inherits every hook of a rule
 class StalenessBound(Bounded):
     """A reader at clock c waits until every worker has done c - bound work items, and itself all c.
 
@@ -100,6 +110,7 @@ class StalenessBound(Bounded):
         return clocks.of.get(reader, 0) >= clock and (not clocks.members or clock - clocks.slowest <= self.bound)
 
 
+# size: it inherits every hook of a rule
 class TaskBound(Bounded):
     """A worker starts its task number t when every worker has finished all its tasks before t - bound.
 

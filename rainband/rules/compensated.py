@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Literal
 
 from rainband.rules.rule import Rule
@@ -32,6 +32,7 @@ for _name in [name for name in vars(Rule) if not name.startswith("_")]:
     setattr(Around, _name, _of_inner_rule(_name))
 
 
+# size: it inherits every hook of a rule
 class Compensated(Around):
     """DC-ASGD (Zheng et al. 2017): instead of a gradient g that worker m computed at w_m, the inner rule gets
 
@@ -57,6 +58,14 @@ class Compensated(Around):
         self.memory = memory
         self.mean_square: Tensor | None = None  # running mean of squared gradients
         self.given: dict[int, dict[int, Tensor]] = {}  # worker -> version -> parameters it was given
+
+    def state(self, given: Mapping[str, Tensor | float] | None = None) -> dict[str, Tensor | float]:
+        mean_square = None if given is None else given.get("mean_square")
+        if mean_square is not None:
+            assert not isinstance(mean_square, float)
+            self.mean_square = mean_square.clone()
+        inner = self.rule.state(given)
+        return inner if self.mean_square is None else {**inner, "mean_square": self.mean_square}
 
     def give(self, block: RuleBlock, reader: int) -> None:
         """Store a copy of the parameters that this reader is given."""

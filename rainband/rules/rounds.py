@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from rainband.protocol.data_plan import BatchRange, num_batches
+from rainband.protocol.data_plan import BatchRange
 from rainband.protocol.messages import RoundChosen
 from rainband.rules.rule import Rule
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 TOO_LATE = "too late for its round"
 
 
+# size: it inherits every hook of a rule, and adds gradients in order
 class MeanOfRound(Rule):
     """One update per round, with the mean over all samples of its K work items.
 
@@ -39,10 +40,8 @@ class MeanOfRound(Rule):
         self.absent: set[int] | None = None  # parameters that have no gradient in any work item so far
         self.turn = 0  # position of the work item that is added next
 
-    @property
-    def buffered(self) -> int:
-        waiting = [*self.pushes, *(push for push, _ in self.early.values())]
-        return sum(num_batches(push.push_id) for push in waiting if not push.skip)
+    def waiting_pushes(self) -> list[Push]:
+        return [*self.pushes, *(push for push, _ in self.early.values())]
 
     def absorb(self, block: RuleBlock, push: Push, gradient: Tensor | None) -> None:
         position = block.plan.position_of(push.push_id[0].portion)
@@ -93,9 +92,8 @@ class FirstArrivalsOfRound(Rule):
         self.this_round: RoundChosen | None = None  # the chosen work items of this round
         self.chosen: list[RoundChosen] = []  # by block 0, not announced to the others yet
 
-    @property
-    def buffered(self) -> int:
-        return sum(num_batches(push.push_id) for push, _ in self.arrived.values() if not push.skip)
+    def waiting_pushes(self) -> list[Push]:
+        return [push for push, _ in self.arrived.values()]
 
     def absorb(self, block: RuleBlock, push: Push, gradient: Tensor | None) -> None:
         position = block.plan.position_of(push.push_id[0].portion)

@@ -5,8 +5,10 @@ A rule is pure: no I/O, no clock. Each block has a rule object of its own, which
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, Protocol
+
+from rainband.protocol.data_plan import num_batches
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,7 +48,11 @@ class Rule:
     @property
     def buffered(self) -> int:
         """Batches that were accepted and are not in the parameters yet."""
-        return 0
+        return sum(num_batches(push.push_id) for push in self.waiting_pushes() if not push.skip)
+
+    def waiting_pushes(self) -> Sequence[Push]:
+        """Return the pushes that were accepted and are not in the parameters yet."""
+        return ()
 
     @property
     def gradients_per_update(self) -> int | None:
@@ -71,6 +77,15 @@ class Rule:
 
     def flush(self, block: RuleBlock) -> None:
         """Apply what is buffered: the run ends."""
+
+    # ---- checkpoints ----
+
+    def state(self, given: Mapping[str, Tensor | float] | None = None) -> dict[str, Tensor | float]:
+        """Return what a checkpoint must have besides the block; tensors are as long as the block.
+
+        `given`: continue with what an earlier object returned; what is missing there keeps its first value.
+        """
+        return {}
 
     # ---- bounded staleness ----
 

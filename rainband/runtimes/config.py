@@ -68,6 +68,12 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     advertise: str = ""  # HOST or HOST:PORT that other machines connect to; none: that of `listen`
     min_workers: int = 0  # that must have joined before the run begins
     num_local: int | None = None  # workers of this machine; None: all
+    from_weights: str = ""  # a safetensors file with the initial weights; none: the task's own
+    checkpoint_every_s: float = 0.0  # 0: no checkpoints
+    keep: int = 3  # checkpoints; older ones are removed
+    checkpoints: str = ""  # URL or folder; none: in the run's directory
+    resume_from: str = ""  # the checkpoint from which the run continues
+    force: bool = False  # continue although the data or the settings differ
     timeline: bool = False  # record spans of computing, waiting, pushing and pulling; simulations always do
     record: bool = False  # record the order of pushes and pulls, so that the run can be repeated bit for bit
     message_cost: bool = False  # write processor times, for rainband calibrate

@@ -23,6 +23,7 @@ from rainband.options import (
     FAULTS_HINT,
     PLACEMENT_HINT,
     DeclaredOption,
+    Duration,
     OptionError,
     RunOptions,
     check_value,
@@ -32,6 +33,7 @@ from rainband.options import (
 )
 from rainband.plugins import search_current_folder, where_to_run
 from rainband.protocol.optimizer_spec import BUILT_IN
+from rainband.runtimes.checkpoints.choose import with_checkpoints
 from rainband.runtimes.config import RAY_FIELDS, RaySettings, RunConfig, SimSettings, check_ray, ray_settings
 from rainband.runtimes.machines.addresses import parse_address
 from rainband.runtimes.simulation.models.cluster_model import compute_model, load_model
@@ -60,6 +62,7 @@ OPTION_TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
     int: ((Integral,), "a whole number"),
     float: ((Real,), "a number"),
     str: ((str,), "text"),
+    Duration: ((str, Real), 'seconds, or text such as "5m"'),
     Path: ((str, Path), "the path of a file or folder"),
     Mapping: ((Mapping,), "a dictionary, such as"),
 }
@@ -100,12 +103,21 @@ def configure(
         **{name: value for name, value in resolved.items() if name in PLAIN_FIELDS},
     )
     _check_unused(given, merged, base.strategy, strategy.requires, size)
-    if (
-        make_task is None
-        or size == 1
-        or (base.stage_plan is not None and not _any(given, "stages", "placement", *PIPELINE_OPTIONS))
-    ):
-        return config
+    known = base.stage_plan is not None and not _any(given, "stages", "placement", *PIPELINE_OPTIONS)
+    if make_task is not None and size > 1 and not known:
+        config = _in_stages(config, make_task, resolved, placement, size, say)
+    return with_checkpoints(config, given, strategy.requires, say)
+
+
+def _in_stages(
+    config: RunConfig,
+    make_task: Callable[[], Task],
+    resolved: RunOptions,
+    placement: Placement | None,
+    size: int,
+    say: Callable[[str], None],
+) -> RunConfig:
+    """Split the model into stages, which is measured for this."""
     simulated = config.runtime == "sim"
     how = "counting the multiplications of" if simulated else "measuring"
     say(f"{how} {config.task} to split it into stages for {size} workers ...")

@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rainband.coordinator.coordinator import Coordinator, CoordinatorOutput
+from rainband.coordinator.saving.checkpoints import Collected
 from rainband.coordinator.state import FailureCause
 from rainband.observer import Observer
 from rainband.protocol.messages import Message, Peer
+from rainband.runtimes.checkpoints.committer import Committer
 from rainband.runtimes.hogwild.server import FROM_WORKERS, HOGWILD_SERVER, HogwildServer
 from rainband.runtimes.run import Phases, View
 
@@ -41,6 +43,7 @@ class CoordinatorHost:
         self.observer = observer
         self.why_fatal = why_fatal
         self.phases = Phases(coordinator, view, phase_time or now)
+        self.committer: Committer | None = None  # of checkpoints
         if hogwild_server is not None:
             hogwild_server.join(coordinator)
 
@@ -85,3 +88,8 @@ class CoordinatorHost:
                 observer.sent(out.message)
         if state.events or state.phase is not self.phases.phase:
             self.phases.show()
+        if self.committer is not None:
+            self.committer.advance(self._committed)
+
+    def _committed(self, collected: Collected, name: str, error: str) -> None:
+        self.send(self.coordinator.checkpoint_committed(collected, name, self.now(), error))

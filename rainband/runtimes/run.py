@@ -14,6 +14,8 @@ import safetensors
 from rainband import __version__
 from rainband.coordinator.coordinator import Coordinator, RunSettings
 from rainband.protocol import events
+from rainband.protocol.saved_state import Restore
+from rainband.runtimes.checkpoints.place import restore_of
 from rainband.runtimes.config import RunConfig
 from rainband.runtimes.result import judged
 from rainband.runtimes.run_directory import EventLog, write_config
@@ -39,6 +41,7 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     accounting: dict[str, Any]
     staleness: dict[str, Any]
     directory: str
+    checkpoint: str = ""  # the name of the last one
     exit_code: int = 0
 
 
@@ -75,10 +78,11 @@ class Run:
         self.config = config
         self.view = view
         self.directory = Path(config.directory).absolute()  # the user's code may change the working directory
+        self.restore = restore_of(config)
 
     @property
     def settings(self) -> RunSettings:
-        return settings_of(self.config, str(self.directory / MODEL_FILE))
+        return settings_of(self.config, str(self.directory / MODEL_FILE), self.restore)
 
     def emit(self, event: events.AnyEvent) -> None:
         self.log.write(event)
@@ -132,14 +136,19 @@ class Run:
             samples=samples,
             seconds=seconds,
             training_s=training_s,
-            samples_per_s=samples / (training_s or seconds) if seconds else 0.0,
+            samples_per_s=max(0, samples - self._restored_samples()) / (training_s or seconds) if seconds else 0.0,
             metrics=coordinator.shutdown.metrics,
             accounting=msgspec.to_builtins(accounting) if accounting else {},
             staleness=msgspec.to_builtins(coordinator.reporting.staleness(), str_keys=True),
             directory=config.directory,
+            checkpoint=coordinator.checkpoints.last_name,
             exit_code=int(outcome == "failed") if exit_code is None else exit_code,
             **more,
         )
+
+    def _restored_samples(self) -> int:
+        """Return the samples of the checkpoint from which the run continues."""
+        return 0 if self.restore is None else self.restore.plan.samples_of(self.restore.step)
 
     def save_rescued(self, coordinator: Coordinator) -> None:
         """Save the model that the coordinator has fetched from the servers because no worker could save it."""
@@ -172,11 +181,12 @@ class Run:
                 metrics=result.metrics,
                 accounting=result.accounting,
                 staleness=result.staleness,
+                checkpoint=result.checkpoint,
             )
         )
 
 
-def settings_of(config: RunConfig, model_path: str) -> RunSettings:
+def settings_of(config: RunConfig, model_path: str, restore: Restore | None = None) -> RunSettings:
     """Return the settings of the coordinator."""
     return RunSettings(
         num_workers=config.num_workers,
@@ -189,5 +199,7 @@ def settings_of(config: RunConfig, model_path: str) -> RunSettings:
         num_local=config.num_local,
         joinable=bool(config.listen),
         min_workers=config.min_workers,
+        checkpoint_every_s=config.checkpoint_every_s,
+        restore=restore,
         workers_per_replica=config.stage_plan.size if config.stage_plan else 1,
     )

@@ -12,6 +12,7 @@ from rainband.protocol.messages import Missed, Tally
 
 if TYPE_CHECKING:
     from rainband.protocol.messages import Peer, Push
+    from rainband.protocol.saved_state import SavedBlock
 
 
 class BlockAccounting:
@@ -83,6 +84,13 @@ class BlockAccounting:
         skipped = self.skipped_before + self.num_skipped.total()
         accepted = self.accepted_before + self.accepted_set.count
         return Tally(accepted, self.applied, skipped, buffered, self.applied_untracked)
+
+    def restore(self, saved: SavedBlock) -> None:
+        """Continue from a checkpoint: these batches are in the parameters."""
+        self.accepted_set = saved.accepted_set(self.accepted_set.plan)
+        self.applied, self.applied_untracked = saved.applied, saved.applied_untracked
+        for portion, reason, mask in saved.skipped:
+            self._set(portion, reason, mask)
 
     def missed(self, block: int) -> Missed:
         return Missed(block, self.num_pushes, self.total_missed, self.max_missed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rainband.protocol.layout import BlockSpec
     from rainband.protocol.messages import InitBlock
     from rainband.protocol.parameter_buffers import ParameterBuffer
+    from rainband.protocol.saved_state import SavedBlock
     from rainband.strategy import ServerPart
 
 FULL_PRECISION = (torch.float32, torch.float64)
@@ -64,9 +65,7 @@ class BlockParameters:
             self.first_state[load.part] = values.clone(), load.absent
             return
         self.values.copy_(values)
-        for tensor in self.buffer.tensors:
-            if tensor is not self.values:
-                tensor.copy_(values)
+        self.publish_all()
         if self.first_state or load.numbers:
             self.optimizer.load_state(by_segment(self.spec.segments, self.first_state, load.numbers))
             self.first_state = {}
@@ -78,6 +77,27 @@ class BlockParameters:
     def state_part(self, name: str) -> tuple[Tensor, tuple[int, ...]]:
         parts, _ = as_parts(self.spec, {name: self.optimizer.state_of(name)})
         return parts[name]
+
+    def saved_state(self) -> tuple[dict[str, Tensor], Numbers, dict[str, tuple[int, ...]]]:
+        """Return copies of the optimizer's state, its numbers, and the parameters that have none of a kind."""
+        parts, numbers = as_parts(self.spec, self.optimizer.state(copied=False), self.working_dtype)
+        return {name: values for name, (values, _) in parts.items()}, numbers, {n: a for n, (_, a) in parts.items()}
+
+    def restore(self, values: Tensor, optimizer: Mapping[str, Tensor], saved: SavedBlock) -> None:
+        """Continue with the values and the optimizer state of a checkpoint; ValueError if they do not fit."""
+        if values.numel() != self.spec.numel or values.dtype != self.working_dtype:
+            raise ValueError(f"{values.numel()} values of {values.dtype} are not those of block {self.spec.index}.")
+        parts = {name: (of, saved.absent.get(name, ())) for name, of in optimizer.items()}
+        if parts or saved.numbers:
+            self.optimizer.load_state(by_segment(self.spec.segments, parts, saved.numbers))
+        self.values.copy_(values)
+        self.lr_factor = saved.lr_factor
+
+    def publish_all(self) -> None:
+        """Copy the values to all places where readers see them."""
+        for tensor in self.buffer.tensors:
+            if tensor is not self.values:
+                tensor.copy_(self.values)
 
     def set_groups(self, worker: int, groups: Groups) -> str:
         """Use other optimizer settings for a worker's gradients; return what is wrong with them, or nothing."""

@@ -46,6 +46,16 @@ class ProgressReport:
                 if self.commands is not None:
                     self.commands.complete += 1
 
+    def restored(self) -> None:
+        """Count the portions that the blocks have from a checkpoint, and their updates."""
+        sets = [block.accounting.accepted_set for block in self.blocks.values()]
+        lowest = min((accepted.first_open for accepted in sets), default=0)
+        for accepted in sets:
+            for portion in (*range(lowest, accepted.first_open), *accepted.open):
+                self.complete[portion] += accepted.is_full(portion)
+        self.num_complete = lowest + sum(count == len(sets) for count in self.complete.values())
+        self.updates = sum(block.version for block in self.blocks.values())
+
     def accept_dropped(self, block: Block) -> None:
         """Note the batches that a rule has dropped, whether their gradients have arrived or not."""
         for push_id in block.accounting.take_dropped():

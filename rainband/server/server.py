@@ -5,7 +5,7 @@ It is deterministic, so the same class runs behind sockets, in simulations and i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -40,13 +40,17 @@ from rainband.protocol.messages import (
     Revoke,
     RoundChosen,
     RuleChange,
+    Saved,
     StatePart,
+    TakeSnapshot,
 )
 from rainband.protocol.parameter_buffers import ParameterBuffer
+from rainband.protocol.saved_state import SavedBlock
 from rainband.server.block import Block
 from rainband.server.commands import CommandExecutor
 from rainband.server.progress_report import ProgressReport
 from rainband.server.readers import Readers, ServerOutput
+from rainband.server.snapshots import Snapshots, restore
 from rainband.server.validation import PushValidator
 from rainband.strategy import ServerPart
 
@@ -77,6 +81,7 @@ class Server:
         self.commands: CommandExecutor | None = None  # of a coordinated run
         self.adjusted = 0  # the number of the last AdjustRule that was followed
         self.chooses_rounds = False  # block 0 chooses the work items of each round
+        self.snapshots = Snapshots(self.blocks)  # copies for checkpoints, which the runtime writes
 
     @property
     def updates(self) -> int:
@@ -122,6 +127,9 @@ class Server:
                 return self._round_chosen(message)
             case AdjustRule():
                 return self._adjust_rule(message)
+            case TakeSnapshot():
+                passed = self.snapshots.begin(message)
+                return [] if passed is None else [ServerOutput(COORDINATOR, Saved(message.number, newest=passed))]
             case Command():
                 return self._command(message)
             case ReportRequest():  # readers may have waited for a worker that is lost
@@ -160,6 +168,8 @@ class Server:
             self.readers.wait(block, sender, Pull(push.sequence, push.clock, push.at_version))
         if block.waiting:
             outs += self.readers.admit(block)
+        if self.snapshots.current is not None:
+            self.snapshots.changed(block)
         if self.chooses_rounds:  # before the report: other servers must learn of the last round before they flush
             outs += self._choose_rounds(block)
         if self.progress.unreported:
@@ -208,6 +218,7 @@ class Server:
             block.rule.choose(block, chosen)
             self.progress.updates += block.version - before
             self.progress.accept_dropped(block)
+            self.snapshots.changed(block)
         last = next(reversed(self.blocks.values()), None)
         return self.readers.admit_all() + ([] if last is None else self._report_progress(last))
 
@@ -253,7 +264,16 @@ class Server:
         self.progress.follow(assign.plan)
         loads, self.early_loads = self.early_loads, []
         outs = [out for load in loads for out in self._load(*load)]
-        return outs if self.blocks else [ServerOutput(COORDINATOR, Ready())]
+        return outs if self.blocks or assign.restores else [ServerOutput(COORDINATOR, Ready())]
+
+    def restore(self, saved: SavedBlock, tensors: Mapping[str, Tensor]) -> None:
+        """Give a block its state of a checkpoint; ValueError if it does not fit."""
+        restore(self.blocks[saved.index], saved, tensors)
+
+    def restored(self) -> list[ServerOutput]:
+        """Report that all blocks have their state of a checkpoint."""
+        self.progress.restored()
+        return [ServerOutput(COORDINATOR, self.report()), ServerOutput(COORDINATOR, Ready()), *self.readers.admit_all()]
 
     def _load(self, sender: Peer, load: InitBlock, payload: Tensor | None) -> list[ServerOutput]:
         if not self.assigned:  # the worker was told of its servers before this server was told of its blocks

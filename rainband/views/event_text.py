@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rainband.protocol import events
 from rainband.protocol.events import AnyEvent
-from rainband.views.formatting import assignment, count, cut, duration, percent, short, whole
+from rainband.views.formatting import assignment, count, cut, duration, percent, short, size, whole
 from rainband.views.history import RunSoFar
 
 PACKAGE = str(Path(__file__).parents[1])
@@ -41,6 +41,10 @@ def lasting_lines(event: AnyEvent, so_far: RunSoFar, verbose: bool = False) -> l
             return [*before, *(f"| {line}" for line in event.lines)]
         case events.UserError():
             return user_error(event, verbose)
+        case events.Restored():
+            return [f"continuing from {event.place}, with {event.step:,} batches done"]
+        case events.CheckpointWritten() if verbose:
+            return [f"checkpoint {event.name}: {size(event.num_bytes)} in {event.seconds:.1f} s"]
         case events.Warned():
             return [f"warning: {event.text}"]
     return _details(event) if verbose else []

@@ -58,6 +58,7 @@ class RunSoFar:
     num_progress: int = 0
     every: int = 1  # of the Progress events before the last ones, this fraction is kept: 1 / every
     last_iteration: events.IterationDone | None = None  # of a full-batch strategy
+    restored_samples: int = 0  # of the checkpoint from which the run continues
     error: events.UserError | None = None
     ended: events.RunEnded | None = None
 
@@ -78,6 +79,8 @@ class RunSoFar:
                 self.started = event
             case events.PlanMade():
                 self.plan = event
+            case events.Restored():
+                self.restored_samples = event.samples
             case events.PipelinePredicted():
                 self.predicted = event
             case events.PhaseChanged():
@@ -165,7 +168,9 @@ class RunSoFar:
         steps = self.unit == "step"
         points = [(p.at_s, p.batches_done if steps else p.samples_done) for p in self.progress[-WINDOW:]]
         if len(points) < 3 and self.training.began_s is not None:
-            points.insert(0, (self.training.began_s, 0))  # one or two reports alone do not give a rate
+            points.insert(
+                0, (self.training.began_s, self.restored_samples)
+            )  # one or two reports alone do not give a rate
         if len(points) < 2:
             return 0.0
         (first_s, before), (last_s, now) = points[0], points[-1]

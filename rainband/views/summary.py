@@ -43,16 +43,25 @@ def summary(so_far: RunSoFar, directory: Path) -> list[str]:
         *_rows("pipeline", predicted.lines(so_far)),
         ("model", str(model)) if model.is_file() else ("run", f"{directory} (it contains no model)"),
     ]
+    if ended.checkpoint and ended.outcome != "finished":
+        rows.append(("continue", f"rainband resume {directory}"))
     lines = table([row for row in rows if row[1]], indent="  ", width=WIDTH)
-    return [headline(ended, so_far.training.seconds, so_far.is_virtual), *lines, *warnings(so_far)]
+    return [
+        headline(ended, so_far.training.seconds, so_far.is_virtual, so_far.restored_samples),
+        *lines,
+        *warnings(so_far),
+    ]
 
 
 def _rows(title: str, lines: list[str]) -> list[tuple[str, str]]:
     return [("" if n else title, line) for n, line in enumerate(lines)]
 
 
-def headline(ended: RunEnded, training_s: float, is_virtual: bool = False) -> str:
-    """Return the outcome with duration and throughput; the throughput is that of the training time alone."""
+def headline(ended: RunEnded, training_s: float, is_virtual: bool = False, restored: int = 0) -> str:
+    """Return the outcome with duration and throughput; the throughput is that of the training time alone.
+
+    `restored`: samples of a checkpoint, which took no time.
+    """
     counts: Mapping[str, Any] = ended.accounting
     steps = counts.get("untracked_pushes", 0)
     done = count(steps, "step") if steps and not ended.samples else count(ended.samples, "sample")
@@ -60,7 +69,7 @@ def headline(ended: RunEnded, training_s: float, is_virtual: bool = False) -> st
     number, unit = (ended.samples, "samples") if ended.samples else (steps, "steps")
     if not number or not training_s:
         return after
-    return f"{after}, {short(number / training_s)} {unit}/s in {duration(training_s)} of training"
+    return f"{after}, {short(max(0, number - restored) / training_s)} {unit}/s in {duration(training_s)} of training"
 
 
 def results(metrics: Mapping[str, float | None]) -> str:

@@ -57,12 +57,14 @@ class OpenRound:
         return self.loss_sum / self.samples if self.samples else 0.0
 
 
+# size: batches, means and mixing share the open round
 class ModelRounds(WorkerRounds):
     """One worker's place in the rounds, where each worker has a model of its own."""
 
     def __init__(self, worker: ModuleWorker, board: Board, clock: Callable[[], float]) -> None:
         super().__init__(worker, board)
-        self.member = RoundMember(board, ModelState(worker, self), clock, equal_parts=True)
+        self.state = state = ModelState(worker, self)
+        self.member = RoundMember(board, state, clock, equal_parts=True)
         self.shared: dict[str, Any] = {}
         self.loss = math.nan
         self.next = 0  # number of the first batch that no worker has been given
@@ -89,6 +91,7 @@ class ModelRounds(WorkerRounds):
         if await leaves_alone(self):
             return False
         where = await self.through(self.member.begin(0))
+        self.worker.at_boundary()
         if where.epoch or self.stops or (self.is_last and not self.pending):
             await self.leave()
             return False
@@ -255,6 +258,9 @@ class ModelRounds(WorkerRounds):
     def progress(self) -> float:
         """Return the fraction of the batches that are done."""
         return self.done / self.plan.num_batches
+
+    def open_numbers(self) -> tuple[int, Sequence[int]]:
+        return self.next, [*self.lost, *chain.from_iterable(self.pending.values())]
 
     def first_open(self) -> int:
         return min([*self.lost, *chain.from_iterable(self.pending.values()), self.next, self.plan.num_batches - 1])

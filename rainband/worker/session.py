@@ -17,7 +17,9 @@ from rainband.protocol.messages import (
     Message,
     Opened,
     Peer,
+    Saved,
     Shutdown,
+    TakeSnapshot,
     Welcome,
 )
 from rainband.protocol.optimizer_spec import OptimizerSpec
@@ -26,6 +28,7 @@ from rainband.protocol.steps import Handle, Work
 from rainband.protocol.worker_stats import Stats
 from rainband.strategy import Strategy
 from rainband.worker.client import Client
+from rainband.worker.saving.snapshots import WorkerSnapshots
 from rainband.worker.worker_model import Buffers, RunningWorker, WorkerModel
 
 if TYPE_CHECKING:
@@ -40,7 +43,8 @@ class Follower(Protocol):
     def receive(self, message: Message) -> None: ...
 
 
-FOR_THE_SESSION = frozenset((Shutdown, Welcome, Go, Conclude, BlockReady, Opened))  # others are for the client
+# All others are for the client.
+FOR_THE_SESSION = frozenset((Shutdown, Welcome, Go, Conclude, BlockReady, Opened, TakeSnapshot))
 
 
 class Dismissed(RainbandError):
@@ -105,6 +109,7 @@ class Session:
             "before_step",
             "client",
             "conclusion",
+            "snapshots",
             "early",
             "failure",
             "first_buffers",
@@ -134,6 +139,7 @@ class Session:
         self.go = False
         self.first_buffers: Buffers = None  # those that all workers begin with, if this one's are others
         self.conclusion: tuple[Conclude, Buffers] | None = None  # what to save, when all workers have ended
+        self.snapshots: WorkerSnapshots | None = None  # writes this worker's part of checkpoints
         self.early: list[Message] = []  # messages received before there was a client
         self.training = False  # the strategy runs: only then it can be stopped, and its waiting is counted
         self.stopped = False  # the strategy was told to stop
@@ -167,6 +173,13 @@ class Session:
                 self.go = True
             case Conclude():
                 self.conclusion = message, body
+            case TakeSnapshot() if self.follower is not None:
+                self.follower.receive(message)
+            case TakeSnapshot():
+                if self.snapshots is None:
+                    self.runtime.tell(Saved(message.number, error=f"{self.me} has not begun to train"))
+                else:
+                    self.snapshots.request(message, self.training)
 
     def open(self, welcome: Welcome, ports: Sequence[Port]) -> Client:
         """Make the client, and deliver the messages that arrived before."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import xxhash
@@ -36,6 +36,14 @@ if TYPE_CHECKING:
 NO_MEAN = "no mean of its gradients"
 
 
+class Transferable(Protocol):
+    """The state that a worker gives to others."""
+
+    def collect(self) -> Any: ...
+
+    def apply(self, state: Any) -> None: ...
+
+
 class OthersInRound(Handle):
     """Something that other members of the rounds write into the memory that all share."""
 
@@ -51,6 +59,7 @@ class WorkerRounds:
     """One worker's place in the rounds of a run: how it waits, leaves, and reports what all together have done."""
 
     member: RoundMember
+    state: Transferable  # what workers receive when they join, and what a checkpoint has
 
     def __init__(self, worker: ModuleWorker, board: Board) -> None:
         self.worker = worker
@@ -75,6 +84,10 @@ class WorkerRounds:
     def close(self) -> None:
         """Count the batches of the open round, if this worker has its mean."""
         raise NotImplementedError
+
+    def open_numbers(self) -> tuple[int, Sequence[int]]:
+        """Return the number of the first batch that was not begun, and those of earlier ones that are not done."""
+        return self.done, ()
 
     def first_open(self) -> int:
         """Return the number of the first batch, in the order of the data, that is not done."""
@@ -133,7 +146,8 @@ class SharedBatches(WorkerRounds):
         self, worker: ModuleWorker, board: Board, clock: Callable[[], float], equal_parts: bool = False
     ) -> None:
         super().__init__(worker, board)
-        self.member = RoundMember(board, TrainingState(worker, self), clock, equal_parts, whole_batches=True)
+        self.state = state = TrainingState(worker, self)
+        self.member = RoundMember(board, state, clock, equal_parts, whole_batches=True)
         self.computed_again = 0  # samples of parts that were lost
         self.batch: Batch | None = None  # of the open round; the next one has the number `done`
         self.result: Gradient | None = None  # its mean
@@ -152,6 +166,7 @@ class SharedBatches(WorkerRounds):
             return None
         where = await self.through(self.member.begin(0))
         self.settle_skipped()
+        self.worker.at_boundary()
         if where.epoch or self.done >= self.plan.num_batches or self.stops:
             return None
         self.batch = batch_at(self.plan, self.done)

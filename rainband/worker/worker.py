@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from rainband.protocol.accounting import NOT_FINITE, SkipReasons
 from rainband.protocol.data_plan import PushId, num_batches
 from rainband.protocol.lr_schedules import Schedule
 from rainband.protocol.messages import Report, Tally
+from rainband.protocol.saved_state import SavedBlock
 from rainband.protocol.steps import Work
 from rainband.rounds.board import Board
 from rainband.strategy import Batch, BatchPart, Requirements, Servers, Strategy, WorkItem
@@ -27,6 +28,7 @@ from rainband.tasks.task import own_optimizer, own_scheduler
 from rainband.worker.client import Client
 from rainband.worker.model_rounds import ModelRounds
 from rainband.worker.sampler import Sampler
+from rainband.worker.saving.snapshots import WorkerSnapshots
 from rainband.worker.shared_batches import SharedBatches, WorkerRounds
 from rainband.worker.work_items import StillNeeded
 
@@ -112,17 +114,24 @@ class ModuleWorker:
         self.rounds: WorkerRounds | None = None  # if workers meet in rounds, one of these:
         self.shared_batches: SharedBatches | None = None
         self.model_rounds: ModelRounds | None = None
+        self.snapshots: WorkerSnapshots | None = None  # for checkpoints
         self.prefetch: Callable[[Batch], Any] | None = None  # returns the samples of a batch that were prepared ahead
 
     async def work_items(self) -> AsyncIterator[WorkItem]:
         """Yield the work items leased to this worker, until the run's data is done."""
         client, leases = self.client, self.client.leases
-        while not leases.finished and not leases.stopping:
+        while self.at_boundary() and not leases.finished and not leases.stopping:
             work_item = client.next_item()
             if work_item is None:
                 await client.state_changed()
             else:
                 yield work_item
+
+    def at_boundary(self) -> bool:
+        """Write a checkpoint if one is wanted: no batch is between its gradient and its step. Return True."""
+        if self.snapshots is not None:
+            self.snapshots.at_boundary()
+        return True
 
     def still_needed(self, work_item: WorkItem) -> StillNeeded:
         return self.client.still_needed(work_item)
@@ -222,6 +231,8 @@ class ModuleWorker:
         if not counts:
             optimizer.accounting = None
         self.accounting = optimizer.accounting
+        if self.snapshots is not None:
+            self.snapshots.put_training()
         return optimizer
 
     def _parameters(self) -> list[Any]:
@@ -396,6 +407,25 @@ class LocalAccounting:
         if self.complete:
             self.client.tell(self.report())
         self.client.leases.settle(name)
+
+    def saved(self) -> SavedBlock:
+        """Return what is accepted, for a checkpoint."""
+        accepted = self.accepted_set
+        return SavedBlock(
+            version=self.applied + self.untracked_pushes,
+            first_open=accepted.first_open,
+            open=dict(accepted.open),
+            applied=self.applied,
+            applied_untracked=self.untracked_pushes,
+        )
+
+    def restore(self, block: SavedBlock, skipped: Mapping[str, int]) -> None:
+        """Continue from a checkpoint."""
+        self.accepted_set = block.accepted_set(self.client.plan)
+        self.applied, self.untracked_pushes = block.applied, block.applied_untracked
+        for reason, number in skipped.items():
+            self.skipped[self.reasons.bounded(reason)] += number
+        self.client.tell(self.report())
 
     def report_rest(self) -> None:
         """Report what was done since the last portion was complete: the run is stopped."""

@@ -12,7 +12,7 @@ from typer.core import TyperCommand
 
 from rainband.cli.options import completion
 from rainband.cli.report_errors import USAGE, give_up, report_errors
-from rainband.options import DeclaredOption, OptionError, RunOptions, check_value, declared, opt
+from rainband.options import DeclaredOption, Duration, OptionError, RunOptions, check_value, declared, opt
 
 RENAMED = {
     "--plan": "--placement",
@@ -152,7 +152,8 @@ def _parameter(one: DeclaredOption, complete: Callable[[str], list[str]] | None)
         rich_help_panel=one.group,
         autocompletion=complete,
     )
-    kind: Any = bool if is_flag else (str if is_mapping(one) else one.kind) | None
+    as_text = is_mapping(one) or one.kind is Duration
+    kind: Any = bool if is_flag else (str if as_text else one.kind) | None
     return inspect.Parameter(
         one.name, inspect.Parameter.KEYWORD_ONLY, default=False if is_flag else None, annotation=Annotated[kind, shown]
     )

@@ -25,6 +25,9 @@ from rainband.observer import Observer
 from rainband.plugins import load_strategy
 from rainband.protocol import events
 from rainband.protocol.messages import COORDINATOR, Address, FilePart, Message, Peer
+from rainband.runtimes.checkpoints.background import BackgroundThread
+from rainband.runtimes.checkpoints.committer import Committer
+from rainband.runtimes.checkpoints.place import facts_of, store_of
 from rainband.runtimes.config import Job, RunConfig, encode_job
 from rainband.runtimes.coordinator_host import CoordinatorHost
 from rainband.runtimes.hogwild.server import HogwildServer
@@ -51,6 +54,7 @@ SCRIPT = "rainband.runtimes.training_loop.script_process:main"  # the entry of a
 # Servers are forked first, without torch._dynamo, which takes 70 MB and which they do not need.
 SERVERS_NEED = ("torch", ENTRIES["server"].partition(":")[0])
 WORKERS_NEED = ("torch._dynamo", *(entry.partition(":")[0] for entry in (ENTRIES["worker"], SCRIPT)))
+CAN_CONTINUE = 75  # the exit code of a run that was stopped in good order, and has a checkpoint
 GRACE_S = 1.0
 EXIT_KNOWN_S = 0.2  # how long after its connections have closed the zygote may report how a process ended
 FINE = "exit code 0"
@@ -126,6 +130,10 @@ class Launcher(Run):
             observer,
             why_fatal=self._why_fatal,
         )
+        self.background = BackgroundThread()
+        self.host.committer = Committer(
+            self.coordinator, store_of(config), facts_of(config), config.keep, self.background, calendar_time
+        )
         self.interrupts = 0
 
     def _start_zygote(self, output: int | None) -> Starter:
@@ -154,6 +162,7 @@ class Launcher(Run):
             listener = listen_unix(f"rainband-{self.run_id.hex()}")
             self.hub.listen(listener)
             self.hub.watch(self.zygote.fileno(), self._children)
+            self.hub.watch(self.background.fd, lambda: self.host.send([]))
             address = Address("", 0, f"rainband-{self.run_id.hex()}", this_machine())
             if self.machines is not None:
                 self.machines.begin(self.hub, self.host, self.emit, self.rounds)
@@ -393,7 +402,8 @@ class Launcher(Run):
     def _exit_code(self) -> int | None:
         if not self.interrupts:
             return None
-        return 130 if self.signal == signal.SIGINT else 75
+        can_continue = self.interrupts == 1 and self.coordinator.checkpoints.last_name
+        return CAN_CONTINUE if can_continue else 128 + (self.signal or signal.SIGINT)
 
 
 def how_it_ended(exited: Exited) -> str:

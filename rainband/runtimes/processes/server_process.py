@@ -7,19 +7,25 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from rainband.errors import PeerLost
+from rainband.errors import BadCheckpoint, PeerLost
 from rainband.observer import Observer, join_observers
 from rainband.plugins import load_strategy
 from rainband.protocol import messages
 from rainband.protocol.layout import BlockSpec
 from rainband.protocol.messages import COORDINATOR, Address, InitBlock, Message, Peer
 from rainband.protocol.parameter_buffers import ParameterBuffer
+from rainband.runtimes.checkpoints.background import BackgroundThread
+from rainband.runtimes.checkpoints.place import opened, store_of
+from rainband.runtimes.checkpoints.restore import restore_server
+from rainband.runtimes.checkpoints.write import ServerWriter
 from rainband.runtimes.config import Job, decode_job
+from rainband.server.readers import ServerOutput
 from rainband.server.server import Server
 from rainband.strategy import ServerPart, Strategy
 from rainband.transports.connect import connect, is_here, listen_tcp, listen_unix, this_machine
@@ -87,6 +93,8 @@ class ServerProcess:
         self.over = False
         accepted = {"worker": job.keys["worker"]}
         self.hub = Hub(self.me, accepted, job.run_id, self, MAX_BODY_BYTES, config.failure_timeout_s, self._read_now)
+        self.background = BackgroundThread()  # writes checkpoints
+        self.writer = ServerWriter(f"server-{job.index}", self.server, partial(store_of, config), self.background)
 
     def _server_part(self, num_workers: int) -> ServerPart:
         server_part = self.strategy.server(num_workers)
@@ -112,9 +120,11 @@ class ServerProcess:
         self.hub.send(
             COORDINATOR, messages.ServerJoin(here, f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}")
         )
+        self.hub.watch(self.background.fd, self.background.settle)
         heartbeat_at = time.monotonic()
         while not self.over:
             self.hub.run_once(timeout_s / 5)
+            self.writer.advance(partial(self.hub.send, COORDINATOR))
             if time.monotonic() - heartbeat_at > timeout_s / 5:
                 heartbeat_at = time.monotonic()
                 self.hub.send(COORDINATOR, messages.Heartbeat())
@@ -140,7 +150,10 @@ class ServerProcess:
             payload = self._payload(connection, message, body)
         except (ValueError, RuntimeError):  # torch raises RuntimeError if the bytes do not fit the dtype
             payload = None  # the server refuses the message, with a reason
-        for out in self.server.receive(connection.peer, message, payload):
+        outs = self.server.receive(connection.peer, message, payload)
+        if isinstance(message, messages.Assign) and message.restores:
+            outs += self._restored()
+        for out in outs:
             target = self.hub.peers.get(out.to)
             if target is None:
                 continue
@@ -153,6 +166,14 @@ class ServerProcess:
             unopened, self.unopened = self.unopened, []
             for early, hello in unopened:
                 self._open(early, hello)
+
+    def _restored(self) -> list[ServerOutput]:
+        """Read the blocks' state of the checkpoint from which the run continues."""
+        try:
+            restore_server(self.server, opened(self.job.config.resume_from))
+        except (BadCheckpoint, ValueError, OSError) as error:
+            return [ServerOutput(COORDINATOR, messages.Failed(0, f"{self.me} cannot continue: {error}", ""))]
+        return self.server.restored()
 
     def lost(self, peer: Peer) -> None:
         if peer == COORDINATOR:

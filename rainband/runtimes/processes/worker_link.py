@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,8 +15,23 @@ from torch import Tensor
 from rainband.errors import CoordinatorLost, RainbandError, ServerLost
 from rainband.observer import Observer
 from rainband.protocol.layout import BlockSpec
-from rainband.protocol.messages import Address, Conclude, FilePart, InitBlock, LinksOpened, Message, Peer, Push, Welcome
+from rainband.protocol.messages import (
+    Address,
+    Conclude,
+    FilePart,
+    InitBlock,
+    LinksOpened,
+    Message,
+    Peer,
+    Push,
+    TakeSnapshot,
+    Welcome,
+)
 from rainband.protocol.ports import BlockValues, Port
+from rainband.protocol.saved_state import SavedBlock
+from rainband.runtimes.checkpoints.background import BackgroundThread
+from rainband.runtimes.checkpoints.place import store_of
+from rainband.runtimes.checkpoints.write import write_worker
 from rainband.runtimes.config import Job
 from rainband.runtimes.processes.drive import Deadline, drive
 from rainband.strategy import Strategy
@@ -67,6 +82,10 @@ def _over_network(address: Address) -> str:
     return "tls" if address.fingerprint else "tcp"
 
 
+def nothing() -> None:
+    pass
+
+
 class WorkerLink:
     """One worker process of a run. Messages are handled on the thread that waits."""
 
@@ -86,6 +105,7 @@ class WorkerLink:
         self.left = False  # and has ended
         self.file_home: Path | None = None  # the saved model, which belongs on another machine
         self.round_files: Sequence[int] = ()  # inherited files for rounds of split batches
+        self.background = BackgroundThread()  # writes checkpoints
         self.asked_rank = False  # the script has asked for this worker's rank, so it may shard its own data
 
     def connect(self) -> None:
@@ -128,6 +148,16 @@ class WorkerLink:
 
     def before_training(self, worker: ModuleWorker) -> None:
         """Prepare the worker of a task; a custom training loop needs nothing."""
+
+    def save_state(self, snapshot: TakeSnapshot, state: object, block: SavedBlock | None, step: int = 0) -> None:
+        """Write the state of this worker for a checkpoint, beside the training."""
+
+        def write() -> Callable[[], None]:
+            with suppress(RainbandError):  # the run is over
+                self.tell(write_worker(store_of(self.config), snapshot, state, block, step))
+            return nothing
+
+        self.background.submit(write)
 
     def flush_output(self) -> None:
         flush_output()

@@ -11,6 +11,7 @@ import torch
 
 from rainband.model.block_optimizer import build
 from rainband.model.flat_parameters import Flat
+from rainband.model.save import load_weights
 from rainband.model.seeds import global_generators_from
 from rainband.observer import Observer, join_observers
 from rainband.plugins import load_strategy
@@ -18,6 +19,8 @@ from rainband.protocol.messages import Address, Dataset, Peer
 from rainband.record.message_cost import WorkerCost
 from rainband.record.record import Recorder
 from rainband.record.spans import SpanFile, SpanRecorder
+from rainband.runtimes.checkpoints.place import opened
+from rainband.runtimes.checkpoints.restore import begin_checkpoints
 from rainband.runtimes.config import Job
 from rainband.runtimes.hogwild.worker import MemoryModel, MessageCheck
 from rainband.runtimes.processes.compute import min_step_time, prefetched
@@ -65,6 +68,7 @@ class WorkerProcess(WorkerLink):
 
     def _build(self, task: Task) -> tuple[Data, WorkerModel[Any], Flat]:
         module = task.model()
+        load_weights(module, self.config.from_weights)
         data = task.data()
         flat = Flat(module, parameter_groups(task, module))
         num_workers = self.config.num_workers
@@ -79,6 +83,8 @@ class WorkerProcess(WorkerLink):
     def before_training(self, worker: ModuleWorker) -> None:
         self.session.perform = min_step_time(self.config, self.index)
         worker.prefetch = prefetched(worker)
+        source = opened(self.config.resume_from) if self.config.resume_from else None
+        begin_checkpoints(worker, self.session, source, self.save_state)
         self.session.before_step = self._before_step(worker)
         if self.session.strategy.requires.in_rounds:
             board = SharedBoard(self.round_files, self.index, examples(worker))

@@ -23,6 +23,7 @@ from rainband.protocol.messages import COORDINATOR, Address, Join, Peer, ServerJ
 from rainband.protocol.ports import Port
 from rainband.protocol.steps import Handle, Until
 from rainband.record.spans import Span, SpanRecorder
+from rainband.runtimes.checkpoints.restore import CheckpointAccess
 from rainband.runtimes.hogwild.server import HogwildServer
 from rainband.runtimes.simulation.aggregated import AggregatedPort, AggregatedServersNode, as_one_block, make_aggregated
 from rainband.runtimes.simulation.message_bus import InFlight, MessageBus, Node
@@ -71,6 +72,7 @@ class Scenario:
     hogwild_server: HogwildServer | None = None  # if all workers share one memory
     stage_compute: Callable[[int], StageCompute] | None = None  # by worker, if several compute one model together
     equal_parts: bool = False  # of batches that workers share
+    checkpoints: CheckpointAccess | None = None  # None: there are none
 
     def server_part(self, num_workers: int) -> ServerPart:
         part = self.strategy.server(num_workers)

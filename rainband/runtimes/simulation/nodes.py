@@ -18,6 +18,10 @@ from rainband.protocol import events, messages
 from rainband.protocol.layout import BlockSpec
 from rainband.protocol.messages import COORDINATOR, Address, InitBlock, Message, Params, Peer, Push
 from rainband.protocol.parameter_buffers import ParameterBuffer
+from rainband.runtimes.checkpoints.background import AtOnce
+from rainband.runtimes.checkpoints.committer import Committer
+from rainband.runtimes.checkpoints.restore import restore_server
+from rainband.runtimes.checkpoints.write import ServerWriter
 from rainband.runtimes.coordinator_host import CoordinatorHost
 from rainband.runtimes.hogwild.server import HogwildServer
 from rainband.runtimes.simulation.message_bus import HEADER_BYTES, Node, Payload
@@ -60,6 +64,10 @@ class CoordinatorNode(Node):
         self.host = CoordinatorHost(
             coordinator, self._now, self._post, view, hogwild_server, observer, phase_time=self.clock.now_s
         )
+        if (access := cluster.scenario.checkpoints) is not None:
+            self.host.committer = Committer(
+                coordinator, access.store, access.facts, access.keep, AtOnce(), lambda: f"{self.clock.now:.3f} s"
+            )
         self.clock.after(self.tick_s, self._tick, idle=True)
 
     def receive(self, sender: Peer, message: Message, payload: Payload) -> None:
@@ -145,6 +153,12 @@ class ServerNode(Node):
         super().__init__(cluster.bus, peer, machine)
         self.observer = observer
         self.server = Server(cluster.scenario.server_part, publish, observer)
+        self.checkpoints = checkpoints = cluster.scenario.checkpoints
+        self.writer = (
+            None
+            if checkpoints is None
+            else ServerWriter(f"server-{peer.index}", self.server, lambda: checkpoints.store, AtOnce())
+        )
         self.costs = costs = cluster.model.nodes
         self.cores = cluster.cores
         self.block_bytes = cluster.block_bytes
@@ -189,6 +203,12 @@ class ServerNode(Node):
             return
         updates = self.server.updates
         outs = [] if isinstance(message, messages.Shutdown) else self.server.receive(sender, message, payload)
+        if isinstance(message, messages.Assign) and message.restores:
+            assert self.checkpoints is not None and self.checkpoints.source is not None
+            restore_server(self.server, self.checkpoints.source)
+            outs = [*outs, *self.server.restored()]
+        if self.writer is not None:
+            self.writer.advance(lambda saved: self.bus.send(self, COORDINATOR, saved))
         if not isinstance(message, Push):
             self._answer(outs)
             return

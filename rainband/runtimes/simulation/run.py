@@ -17,10 +17,12 @@ import torch
 from rainband.errors import Deadlock
 from rainband.model.block_optimizer import build
 from rainband.model.flat_parameters import Flat
+from rainband.model.save import load_weights
 from rainband.model_parallel.placement.stage_plan import StagePlan
 from rainband.plugins import load_strategy
 from rainband.protocol.messages import Address, Dataset, Join
 from rainband.record.spans import Span, write_spans
+from rainband.runtimes.checkpoints.restore import access_of
 from rainband.runtimes.config import RunConfig
 from rainband.runtimes.hogwild.server import HogwildServer
 from rainband.runtimes.processes.server_process import leave_out_the_compiler
@@ -121,6 +123,8 @@ class Simulation(Run):
         self.interrupted = False
         scenario.eval_every_s = config.eval_every_s
         scenario.equal_parts = config.equal_parts
+        if scenario.real and (config.checkpoint_every_s or config.resume_from):
+            scenario.checkpoints = access_of(config)
         self.expected_s = self._expected_s(scenario.join)
         settings = self.settings
         if is_aggregated(config):  # nodes never fail there, and thousands of workers send few heartbeats
@@ -176,7 +180,9 @@ class Simulation(Run):
         self.cluster.coordinator_node.send([])  # the last events
         if self.cluster.scenario.real:
             self.save_rescued(coordinator)
-        code = 130 if self.interrupted else None
+        code = None
+        if self.interrupted:
+            code = 75 if coordinator.checkpoints.last_name else 130
         result = self.result(SimulatedResult, coordinator, self.cluster.clock.now, code, trace_hash=self._trace_hash())
         self._write_simulated(result.trace_hash)
         self.end(result)
@@ -225,7 +231,8 @@ def make_scenario(config: RunConfig, task: Task | None = None, strategy: Strateg
     task = task or load_task(config.task, config.task_settings)
     check_optimizer(task, strategy)
     torch.manual_seed(config.seed)
-    flat = Flat(module := task.model(), parameter_groups(task, module))
+    load_weights(module := task.model(), config.from_weights)
+    flat = Flat(module, parameter_groups(task, module))
     if config.sim.time_only:
         leave_out_the_compiler()
     server_part = strategy.server(config.num_replicas)

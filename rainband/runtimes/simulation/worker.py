@@ -13,9 +13,12 @@ from rainband.errors import ServerLost, Stop
 from rainband.model.gradient import Gradient
 from rainband.observer import Observer
 from rainband.protocol.layout import BlockSpec
-from rainband.protocol.messages import COORDINATOR, Ack, InitBlock, Message, Params, Peer, Push, Welcome
+from rainband.protocol.messages import COORDINATOR, Ack, InitBlock, Message, Params, Peer, Push, TakeSnapshot, Welcome
 from rainband.protocol.ports import BlockValues, Port
+from rainband.protocol.saved_state import SavedBlock
 from rainband.protocol.steps import Handle, Steps, Until, Work
+from rainband.runtimes.checkpoints.restore import begin_checkpoints
+from rainband.runtimes.checkpoints.write import write_worker
 from rainband.runtimes.simulation.message_bus import HEADER_BYTES, Node, Payload
 from rainband.runtimes.simulation.models.compute import ComputePace
 from rainband.runtimes.simulation.models.network import Machine
@@ -120,6 +123,10 @@ class WorkerNode(Node):
         return [self.cluster.port(self, server) for server in range(len(welcome.servers))]
 
     def before_training(self, worker: ModuleWorker) -> None:
+        checkpoints = self.cluster.scenario.checkpoints
+        if checkpoints is not None:
+            self.compute.attach()
+            begin_checkpoints(worker, self.session, checkpoints.source, self._save_state)
         if self.eval_every_s:
             self.measuring = PeriodicEval(worker.task, worker.module, self.stats, self.eval_every_s, self.clock.now_s)
         if self.cluster.rounds is not None:
@@ -141,6 +148,11 @@ class WorkerNode(Node):
             saved_at = self.clock.now + self.disk_s
             self.clock.at(saved_at, lambda: self.wake(self.look_if_waiting))
             await Until("its disk", lambda: self.clock.now >= saved_at)
+
+    def _save_state(self, snapshot: TakeSnapshot, state: object, block: SavedBlock | None) -> None:
+        checkpoints = self.cluster.scenario.checkpoints
+        assert checkpoints is not None
+        self.tell(write_worker(checkpoints.store, snapshot, state, block))
 
     def join_again(self) -> None:
         """Join a coordinator that was started again and knows no worker."""

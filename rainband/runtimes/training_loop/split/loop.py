@@ -79,6 +79,7 @@ class SplitLoop:
     def __enter__(self) -> SplitLoop:
         if self.session is not None:
             self.session.join(self.state.tensors)
+            self.session.restore()
         self.gradients.ensure_round()  # all workers begin with the state of the first one
         seed_by_rank(self.rank)
         self.gradients.attach()
@@ -182,6 +183,10 @@ class SplitLoop:
         if self.session is not None:
             self.session.leave_if_asked()
         self.where = self.exchange.begin(number)
+        if self.session is not None:
+            if self.state.stopped is not None:
+                self.session.note_end()
+            self.session.at_boundary()
         self.gradients.check_stop()
         self._measure()
         self.gradients.begin_round(number)
@@ -248,6 +253,11 @@ class SplitLoop:
         if self.session is not None:
             self.session.stop(str(reason))
         self.gradients.stop(str(reason))
+
+    def checkpoint(self) -> None:
+        """Write a checkpoint at the beginning of the next batch, besides those of --checkpoint-every."""
+        if self.session is not None and self.exchange.is_first:
+            self.session.checkpoint()
 
     @property
     def stopped(self) -> str | None:

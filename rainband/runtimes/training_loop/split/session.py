@@ -5,14 +5,28 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
+from rainband.errors import BadCheckpoint
 from rainband.model.save import save_model, saving
 from rainband.protocol.layout import LayoutEntry, arrange
-from rainband.protocol.messages import Concluded, Dataset, Ended, Halt, Message, Paused, SampleAccount, StopRequest
+from rainband.protocol.messages import (
+    CheckpointRequest,
+    Concluded,
+    Dataset,
+    Ended,
+    Halt,
+    Message,
+    Paused,
+    SampleAccount,
+    StopRequest,
+    TakeSnapshot,
+)
 from rainband.rounds.exchange import Part
 from rainband.rounds.rounds import RoundExchange
+from rainband.runtimes.checkpoints.place import WORKER_FILE, opened
 from rainband.runtimes.processes.worker_link import WorkerLink, flush_output
 from rainband.runtimes.training_loop.loop import MAX_REASON, NOT_KNOWN_YET
 from rainband.runtimes.training_loop.optimizer_checks import print_warnings
@@ -21,6 +35,7 @@ from rainband.runtimes.training_loop.split.tensors import SharedTensors
 from rainband.runtimes.training_loop.split.trial import TRIAL_ROUNDS
 from rainband.strategy import Strategy
 from rainband.transports.shared_rounds import SharedBoard
+from rainband.worker.saving.snapshots import copied
 from rainband.worker.session import join_of
 from rainband.worker.worker_model import WorkerModel
 
@@ -42,6 +57,10 @@ class LoopSession:
         self.counts_samples = False  # batches come from `run`
         self.told_return = False
         link.session.follower = self
+        self.wanted: TakeSnapshot | None = None  # a checkpoint, at the beginning of the next round
+        self.ended = False  # no round follows
+        self.end_state: tuple[dict[str, Any], int] | None = None  # of a run that was stopped
+        self.buffer_names: list[str] = []
 
     def make_exchange(self, state: LoopState, like: list[Tensor]) -> RoundExchange:
         """Return the exchange with the other workers of this machine."""
@@ -59,6 +78,7 @@ class LoopSession:
         self.link.connect()
         if self.link.index == 0:
             print_warnings(self.strategy, self.num_workers)
+        self.buffer_names = [name for name, _ in tensors.model.named_buffers()]
         entries = [_entry(name, p) for name, p in zip(tensors.names, tensors.parameters, strict=True)]
         layout = arrange(entries, [{} for optimizer in tensors.optimizers for _ in optimizer.param_groups] or [{}])
         self.link.session.model = LoopModule(tensors.model)
@@ -72,6 +92,47 @@ class LoopSession:
         if isinstance(message, Halt):
             self.leaving = message.leave
             self.halted = None if message.leave else message.reason
+        elif isinstance(message, TakeSnapshot):
+            self.wanted = message
+            if self.ended:
+                self.at_boundary()
+
+    # ---- checkpoints ----
+
+    def restore(self) -> None:
+        """Begin with the state of the checkpoint from which the run continues, if it does."""
+        if not self.link.config.resume_from:
+            return
+        checkpoint = opened(self.link.config.resume_from)
+        state = checkpoint.state(WORKER_FILE)
+        try:
+            state["training"]["stopped"] = None
+            self.exchange.restore(state)
+        except (KeyError, TypeError, msgspec.MsgspecError) as error:
+            raise BadCheckpoint(checkpoint.place, f"it is not that of a training loop ({error!r})") from None
+
+    def at_boundary(self) -> None:
+        """Write a checkpoint if one is wanted: a round begins."""
+        if self.wanted is None:
+            return
+        wanted, self.wanted = self.wanted, None
+        state, step = self.end_state or self._collected()
+        self.link.save_state(wanted, state, None, step)
+
+    def note_end(self) -> None:
+        """Keep the state of the round that would be next: leaving ends the pass, and the run continues within it."""
+        if self.end_state is None:
+            self.end_state = self._collected()
+
+    def _collected(self) -> tuple[dict[str, Any], int]:
+        """Return a copy of the state at the beginning of a round, and the number of batches in it."""
+        view = self.exchange.view
+        state = {**copied(self.exchange.collect()), "buffer_names": self.buffer_names}
+        return state, view.serial - view.epoch
+
+    def checkpoint(self) -> None:
+        """Ask the coordinator for a checkpoint."""
+        self.link.tell(CheckpointRequest())
 
     def look(self) -> str | None:
         """Handle messages that have arrived; return the reason for which the run ends early, None if it does not."""
@@ -156,7 +217,8 @@ class LoopSession:
         self.stats.account = self._account()
         self.link.tell(self.stats.heartbeat())
         self.link.tell(Ended(self.stats.samples))
-        session = self.link.session
+        session, self.ended = self.link.session, True
+        self.at_boundary()
         while session.conclusion is None:
             self.link.wait()
         conclude, _ = session.conclusion
@@ -164,6 +226,7 @@ class LoopSession:
         with saving(conclude.path, saved):
             self.exchange.take_final()
             save_model(saved, conclude.path)
+        self.link.background.finish()  # the script may end before a checkpoint is written
         self.link.tell(Concluded({}))
         self.link.left = True
 

@@ -60,11 +60,18 @@ class LoopState:
             "gradients": [parameter.grad for parameter in tensors.parameters],  # accumulated over earlier batches
             "buffers": [buffer for _, buffer in tensors.model.named_buffers()],
             "optimizers": [marked(optimizer.state_dict()) for optimizer in self.optimizers],
-            "registered": [marked(given.state_dict()) for given in self.registered],
+            "registered": self._collect_registered(),
             "generator": self.generator_state,
             "stopped": self.stopped,
             "is_sum": self.is_sum,
         }
+
+    def _collect_registered(self) -> list[Any]:
+        """Return the states of the registered objects: as received, if this loop has not registered its own yet."""
+        if self.received is not None:
+            received: list[Any] = self.received["registered"]
+            return received
+        return [marked(given.state_dict()) for given in self.registered]
 
     @torch.no_grad()
     def apply(self, state: Any) -> None:

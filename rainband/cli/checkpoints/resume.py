@@ -1,0 +1,101 @@
+"""`rainband resume`: continue a run from its newest checkpoint."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from rainband.cli.options import GroupedCommand, Json, Run, Verbose, with_run_options
+from rainband.cli.report_errors import EXIT_CODES, report_errors
+from rainband.options import RayOptions, RunOptions, SimulationOptions, StageOptions
+
+if TYPE_CHECKING:
+    from rainband.checkpoints.manifest import RunFacts
+    from rainband.runtimes.config import RunConfig
+
+# Options that determine what is trained, and those that only a new run has.
+LEFT_OUT = {
+    *StageOptions.__annotations__,
+    *SimulationOptions.__annotations__,
+    *RayOptions.__annotations__,
+    *("batch_size", "seed", "config", "record", "resume", "from_weights"),
+}
+
+
+def register(app: typer.Typer) -> None:
+    app.command("resume", cls=GroupedCommand, epilog=EXIT_CODES)(with_run_options(resume, LEFT_OUT))
+
+
+def resume(
+    run: Run,
+    *,
+    options: RunOptions,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Continue RUN from its newest checkpoint, in a new directory.
+
+    RUN may also be a checkpoint, or the folder or URL that has them. The numbers of workers and servers may differ;
+    with --epochs, the run ends later.
+
+    \b
+    rainband resume last
+    rainband resume last --workers 8 --servers 4
+    rainband resume s3://bucket/folder/RUN --epochs 20
+    """
+    import msgspec
+
+    from rainband.cli.train import watch
+    from rainband.plugins import load_strategy, search_current_folder
+    from rainband.runtimes.checkpoints.choose import checkpoint_of
+    from rainband.runtimes.configure import check_task, configure
+    from rainband.runtimes.run_directory import new_directory, read_config
+    from rainband.views.sinks import chosen_sinks
+
+    say = partial(typer.echo, err=True)
+    with report_errors():
+        runs = Path(options.get("runs") or "runs")
+        checkpoint = checkpoint_of(run, runs, say)
+        facts = checkpoint.manifest.facts
+        file = _config_of(checkpoint.place)
+        base = _base(facts) if file is None else msgspec.structs.replace(read_config(file), directory="")
+        if base.script:
+            if not Path(base.script).is_file():
+                raise ValueError(f"{run} is of the script {base.script}, which is not there: put it there again.")
+        else:
+            search_current_folder()
+            try:
+                check_task(base.task, base.task_settings)
+            except ValueError as error:
+                how = f"call rainband.fit(task, ..., resume={run!r}) in the program that began it"
+                raise ValueError(f"{error} If the task is not in a module, {how}.") from None
+        strategy = load_strategy(base.strategy, base.strategy_settings)
+        config = configure(base, strategy, {**options, "resume": checkpoint.place}, None, say)
+        sinks = chosen_sinks(options)
+        directory = new_directory(runs, Path(config.task).stem if base.script else config.task, config.strategy)
+    config = msgspec.structs.replace(config, directory=str(directory))
+    raise typer.Exit(watch(config, [partial(sink, directory) for sink in sinks], as_json, verbose))
+
+
+def _config_of(place: str) -> Path | None:
+    """Return the config.json of the run whose directory has this checkpoint, if there is one."""
+    file = Path(place).parent.parent / "config.json"
+    return file if file.is_file() else None
+
+
+def _base(facts: RunFacts) -> RunConfig:
+    from rainband.runtimes.config import RunConfig
+
+    return RunConfig(
+        task=facts.task,
+        task_settings=facts.task_settings,
+        strategy=facts.strategy,
+        strategy_settings=facts.strategy_settings,
+        num_workers=facts.num_workers,
+        num_servers=facts.num_servers,
+        script=facts.script,
+        seed=facts.seed,
+    )

@@ -1,0 +1,1 @@
+"""Saving: checkpoints, and the model of a run that has no worker left."""

@@ -1,0 +1,1 @@
+"""Writing and reading of checkpoints by the processes of a run, or by the simulator."""

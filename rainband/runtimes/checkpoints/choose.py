@@ -1,0 +1,123 @@
+"""The options of checkpoints: how often, where, and from which one a run continues."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from rainband.checkpoints.read import Checkpoint
+from rainband.checkpoints.store import Store, is_url, open_store
+from rainband.errors import BadCheckpoint
+from rainband.options import OptionError, RunOptions, opt, seconds
+from rainband.protocol.saved_state import step_of
+from rainband.runtimes.checkpoints.place import differences, find, store_of
+from rainband.runtimes.config import RunConfig
+from rainband.runtimes.run_directory import read_config
+from rainband.strategy import Requirements
+from rainband.views.history import find_run
+
+MODEL = "model.safetensors"
+EVERY_S = 300.0  # unless the options say otherwise; of virtual time, there are none
+Say = Callable[[str], None]
+
+
+def with_checkpoints(config: RunConfig, given: RunOptions, requires: Requirements, say: Say) -> RunConfig:
+    """Return the configuration with the options of checkpoints."""
+    stages = config.stage_plan.size if config.stage_plan else 1
+    obstacle = requires.checkpoint_obstacle(stages)
+    if config.script and not requires.split_batches:
+        obstacle = "a custom training loop keeps its optimizer on servers then; use sync"
+    if obstacle and (name := next((n for n in ("checkpoint_every", "checkpoints", "resume") if n in given), "")):
+        raise OptionError(f"{opt(name, given[name])}: {config.strategy} has no checkpoints, because {obstacle}.")  # type: ignore[literal-required]
+    place = given.get("checkpoints") or config.checkpoints
+    if place and not is_url(place):
+        place = str(Path(place).absolute())
+    if place:
+        open_store(place)  # raises if nothing knows such URLs
+    return msgspec.structs.replace(
+        config,
+        checkpoint_every_s=0.0 if obstacle else _every_s(config, given),
+        keep=given.get("keep") or config.keep,
+        checkpoints=place,
+        force=bool(given.get("force")),
+        resume_from=_resume_from(config, given, say),
+        from_weights=_weights(config, given),
+    )
+
+
+def _weights(config: RunConfig, given: RunOptions) -> str:
+    """Return the file with the initial weights; "" if the task makes them."""
+    word = given.get("from_weights")
+    if word is None:
+        return "" if "resume" in given else config.from_weights
+    if "resume" in given:
+        raise OptionError(f"{opt('from_weights', word)} begins a new run, and {opt('resume')} continues one: omit one.")
+    if config.stage_plan is not None:
+        raise OptionError(f"{opt('from_weights', word)} is for workers with the whole model: omit it, or the stages.")
+    path = Path(word)
+    if not path.exists():
+        path = find_run(Path(given.get("runs") or "runs"), str(word))
+    path = path / MODEL if path.is_dir() else path
+    if not path.is_file():
+        raise OptionError(f"{opt('from_weights', word)}: there is no {path}. Give a safetensors file, or its folder.")
+    if path.suffix != ".safetensors":
+        raise OptionError(
+            f"{opt('from_weights', word)} is not a safetensors file, and pickled files are not read, because they can "
+            "run code. Write safetensors.torch.save_file(model.state_dict(), 'model.safetensors') where you made it."
+        )
+    return str(path.absolute())
+
+
+def _every_s(config: RunConfig, given: RunOptions) -> float:
+    every = given.get("checkpoint_every")
+    if every is not None:
+        return seconds("checkpoint_every", every)
+    if config.checkpoint_every_s or config.runtime == "sim":
+        return config.checkpoint_every_s
+    return EVERY_S
+
+
+def _resume_from(config: RunConfig, given: RunOptions, say: Say) -> str:
+    """Return the checkpoint from which the run continues; "" if it begins anew."""
+    if (run := given.get("resume")) is None:
+        if given.get("force"):
+            raise OptionError(f"{opt('force', True)} requires {opt('resume')}.")
+        return ""
+    checkpoint = checkpoint_of(str(run), Path(given.get("runs") or "runs"), say)
+    if differing := differences(checkpoint.manifest, config):
+        if not given.get("force"):
+            raise OptionError(
+                f"{opt('resume', run)} is a checkpoint of another run: {'; '.join(differing)}. Use the same, or add "
+                f"{opt('force', True)} to continue with the new values."
+            )
+        say(f"continuing although {'; '.join(differing)}")
+    return checkpoint.place
+
+
+def names_checkpoint(word: str) -> bool:
+    """Return True for one checkpoint, or a URL: no run has such a name."""
+    return is_url(word) or step_of(word.rstrip("/").rpartition("/")[2]) is not None
+
+
+def store_with(run: str, runs: Path) -> Store:
+    """Return the place with the checkpoints of a run, or the folder or URL that is given."""
+    if is_url(run):
+        return open_store(run)
+    path = Path(run) if Path(run).is_dir() else find_run(runs, run)
+    if not (path / "config.json").is_file():
+        return open_store(str(path))
+    return store_of(msgspec.structs.replace(read_config(path), directory=str(path)))
+
+
+def checkpoint_of(run: str, runs: Path, say: Say) -> Checkpoint:
+    """Return the newest valid checkpoint of a run, or the one that is named; ValueError if there is none."""
+    is_one = step_of(run.rstrip("/").rpartition("/")[2]) is not None
+    is_folder = Path(run).is_dir() and not (Path(run) / "config.json").exists()
+    if not (is_url(run) or is_one or is_folder):
+        run = str(find_run(runs, run))
+    try:
+        return find(run if is_url(run) else str(Path(run).absolute()), say)
+    except BadCheckpoint as error:
+        raise ValueError(f"{run} has no valid checkpoint. {error}") from None

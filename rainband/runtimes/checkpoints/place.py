@@ -1,0 +1,95 @@
+"""The place where a run writes its checkpoints, and the checkpoint from which it continues."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from rainband.checkpoints.manifest import Manifest, RunFacts
+from rainband.checkpoints.read import Checkpoint, newest
+from rainband.checkpoints.store import Store, is_url, open_store
+from rainband.protocol.saved_state import Restore, step_of
+from rainband.runtimes.config import RunConfig
+
+FOLDER = "checkpoints"
+WORKER_FILE = "worker.safetensors"
+
+
+def store_of(config: RunConfig) -> Store:
+    """Return the place of a run's checkpoints: its directory, or its own folder below a URL or path."""
+    if not config.checkpoints:
+        return open_store(str(Path(config.directory) / FOLDER))
+    return open_store(f"{config.checkpoints.rstrip('/')}/{Path(config.directory).name}")
+
+
+def find(place: str, tell: Callable[[str], None]) -> Checkpoint:
+    """Return the checkpoint to continue from: one by its folder, or the newest valid one of a run or of a folder.
+
+    `tell` gets a sentence about each damaged one that is passed over.
+    """
+    parent, _, name = place.rstrip("/").rpartition("/")
+    if step_of(name) is not None:
+        checkpoint = Checkpoint(open_store(parent or "."), name)
+        checkpoint.verify()
+        return checkpoint
+    if not is_url(place):
+        path = Path(place)
+        if (path / "config.json").is_file():
+            config = msgspec.json.decode((path / "config.json").read_bytes(), type=RunConfig)
+            return newest(store_of(msgspec.structs.replace(config, directory=str(path))), tell)
+        if not path.is_dir():
+            raise ValueError(f"there is no run or checkpoint {place}: rainband runs lists the runs.")
+        if (path / FOLDER).is_dir():
+            return newest(open_store(str(path / FOLDER)), tell)
+    return newest(open_store(place), tell)
+
+
+def opened(place: str) -> Checkpoint:
+    """Return a checkpoint that was found and verified before."""
+    parent, _, name = place.rstrip("/").rpartition("/")
+    return Checkpoint(open_store(parent or "."), name)
+
+
+def restore_of(config: RunConfig) -> Restore | None:
+    """Return from what a run continues; None: it begins anew."""
+    if not config.resume_from:
+        return None
+    manifest = opened(config.resume_from).manifest
+    return Restore(
+        place=config.resume_from,
+        step=manifest.step,
+        plan=manifest.plan,
+        num_replicas=manifest.num_replicas,
+        blocks=manifest.blocks,
+        force=config.force,
+    )
+
+
+def facts_of(config: RunConfig) -> RunFacts:
+    return RunFacts(
+        run=Path(config.directory).name,
+        task=config.task,
+        task_settings=config.task_settings,
+        strategy=config.strategy,
+        strategy_settings=config.strategy_settings,
+        num_workers=config.num_workers,
+        num_servers=config.num_servers,
+        script=config.script,
+        seed=config.seed,
+    )
+
+
+def differences(manifest: Manifest, config: RunConfig) -> list[str]:
+    """Return in what a run differs from the one that a checkpoint is of, with both sides."""
+    there, here = manifest.facts, facts_of(config)
+    pairs: dict[str, tuple[object, object]] = {
+        "the task": (there.task, here.task),
+        "the task's settings": (there.task_settings, here.task_settings),
+        "the strategy": (there.strategy, here.strategy),
+        "the strategy's settings": (there.strategy_settings, here.strategy_settings),
+        "the seed": (there.seed, here.seed),
+        "the batch size": (manifest.plan.batch_size, config.batch_size or manifest.plan.batch_size),
+    }
+    return [f"{what} was {was}, now it is {now}" for what, (was, now) in pairs.items() if was != now]

@@ -1,0 +1,130 @@
+"""A worker's part of a checkpoint: its buffers, and where workers have the optimizer, the state of the training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rainband.model.containers import marked, restored
+from rainband.protocol.accepted_set import AcceptedSet
+from rainband.protocol.data_plan import BatchRange
+from rainband.protocol.saved_state import SavedBlock
+from rainband.strategy import Batch
+from rainband.worker.shared_batches import WorkerRounds, batch_at
+
+if TYPE_CHECKING:
+    from rainband.protocol.messages import TakeSnapshot
+    from rainband.worker.worker import ModuleWorker
+
+Write = Callable[["TakeSnapshot", object, SavedBlock | None], None]
+
+
+class WorkerSnapshots:
+    """Copies the state of one worker when it is of one moment, and hands it to the runtime."""
+
+    def __init__(self, worker: ModuleWorker, steps_itself: bool, write: Write) -> None:
+        """`steps_itself`: the worker has the optimizer, so its state changes between two batches only."""
+        self.worker = worker
+        self.steps_itself = steps_itself
+        self.write = write
+        self.wanted: TakeSnapshot | None = None
+        self.restored: SavedWorker | None = None  # of the checkpoint from which the run continues
+
+    def put_training(self) -> None:
+        """Continue with the training of the checkpoint: the worker has just made its optimizer."""
+        if self.restored is not None and self.restored.training is not None:
+            self.restored.put_training(self.worker)
+
+    def request(self, snapshot: TakeSnapshot, training: bool) -> None:
+        """Write now, or between two batches."""
+        self.wanted = snapshot
+        if not (training and self.steps_itself):
+            self.at_boundary()
+
+    def at_boundary(self) -> None:
+        """Write what is wanted."""
+        if self.wanted is None:
+            return
+        wanted, self.wanted = self.wanted, None
+        state, block = state_of(self.worker)
+        self.write(wanted, copied(state), block)
+
+
+class SavedWorker(NamedTuple):
+    """The state of a worker in a checkpoint."""
+
+    buffers: dict[str, Tensor]
+    training: Any = None  # where workers have the optimizer: parameters, optimizer, and what is done
+    block: SavedBlock | None = None
+
+    @torch.no_grad()
+    def put_buffers(self, worker: ModuleWorker) -> None:
+        """Copy the buffers into the worker's model; ValueError if they are those of another."""
+        own = dict(worker.module.named_buffers())
+        if own.keys() != self.buffers.keys():
+            differing = ", ".join(sorted(own.keys() ^ self.buffers.keys()))
+            raise ValueError(f"the checkpoint has other buffers than this model: {differing}.")
+        for name, buffer in own.items():
+            buffer.copy_(self.buffers[name])
+
+    @torch.no_grad()
+    def put_training(self, worker: ModuleWorker) -> None:
+        """Copy the parameters and the optimizer's state into the worker, which has just made its optimizer."""
+        if worker.rounds is not None:
+            # A run that was stopped has its last checkpoint from then.
+            training = {**self.training, "stops": False}
+            if pending := training.get("pending"):  # batches in the models of other workers, which are not saved
+                training |= {"pending": {}, "lost": [*training["lost"], *chain.from_iterable(pending.values())]}
+            worker.rounds.state.apply(training)
+            worker.rounds.tell()
+            return
+        assert worker.local_optimizer is not None and worker.accounting is not None and self.block is not None
+        for own, values in zip(worker.flat.vectors, self.training["vectors"], strict=True):
+            own.copy_(values)
+        worker.local_optimizer.load_state_dict(restored(self.training["optimizer"]))
+        worker.accounting.restore(self.block, self.training["skipped"])
+
+
+def state_of(worker: ModuleWorker) -> tuple[dict[str, Any], SavedBlock | None]:
+    """Return the state that a SavedWorker is made of, and what the worker has accepted."""
+    state: dict[str, Any] = {"buffers": dict(worker.module.named_buffers())}
+    if worker.rounds is not None:
+        return {**state, "training": worker.rounds.state.collect()}, _of_rounds(worker.rounds)
+    if worker.local_optimizer is None or worker.accounting is None:  # servers count what is applied
+        return state, None
+    training = {
+        "vectors": list(worker.flat.vectors),
+        "optimizer": marked(worker.local_optimizer.state_dict()),
+        "skipped": dict(worker.accounting.skipped),
+    }
+    return {**state, "training": training}, worker.accounting.saved()
+
+
+def _of_rounds(rounds: WorkerRounds) -> SavedBlock:
+    """Return the batches that are done as an accepted set."""
+    plan, skipped = rounds.plan, rounds.skipped.total()
+    following, left_out = rounds.open_numbers()
+    over = following >= plan.num_batches
+    last = Batch(plan.num_portions, 0, 0) if over else batch_at(plan, following)
+    accepted = AcceptedSet.of_portions(plan, last.portion, {last.portion: (1 << last.k) - 1} if last.k else {})
+    for number in left_out:
+        batch = batch_at(plan, number)
+        accepted.remove((BatchRange(batch.portion, batch.k, batch.k + 1, 0),))
+    return SavedBlock(
+        version=rounds.done, first_open=accepted.first_open, open=accepted.open, applied=rounds.done - skipped
+    )
+
+
+def copied(value: Any) -> Any:
+    """Copy all tensors: training goes on while they are written."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: copied(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(copied(item) for item in value)
+    return value

@@ -1,0 +1,115 @@
+"""Custom training loops whose workers share each batch continue from a checkpoint as if nothing had happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from rainband.checkpoints import tree
+from rainband.checkpoints.store import LocalStore
+from rainband.checkpoints.tensor_file import TensorFile
+from rainband.rounds.board import LocalBoard, SharedMemory
+from rainband.rounds.rounds import RoundExchange
+from rainband.runtimes.checkpoints.write import write_file
+from rainband.runtimes.training_loop.split.state import LoopState
+from rainband.worker.saving.snapshots import copied
+from tests.split_group import Group, run_group
+
+EPOCHS, BATCHES = 4, 5
+DATA = [(torch.full((6,), i / 7.0), torch.tensor(i % 3)) for i in range(12 * BATCHES - 6)]  # the last batch is short
+
+
+class Run:
+    """One run of the loop below: it may begin with a state, and notes the state at the beginning of each round."""
+
+    def __init__(self, workers: int, begin: Any = None, norm: Callable[[int], nn.Module] = nn.BatchNorm1d) -> None:
+        self.begin = begin
+        self.norm = norm
+        self.states: list[Any] = []
+        self.steps: list[int] = []  # of the first worker: the epoch of each step
+        self.rates: list[float] = []
+        self.averages: list[Tensor] = []
+        self.models = run_group(self.script, workers, Direct())
+
+    def script(self, join: Callable[..., Any]) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), self.norm(8), nn.Linear(8, 3))
+        make = torch.optim.AdamW if self.norm is nn.BatchNorm1d else torch.optim.SGD  # Adam enlarges rounding errors
+        optimizer = make(model.parameters(), lr=0.05)
+        every_epoch = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+        every_batch = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=0.5, total_iters=7)
+        average = AveragedModel(model, multi_avg_fn=None)
+        loop = join(model, optimizer)
+        if self.begin is not None:
+            loop.exchange.restore(self.begin)
+        with loop as run:
+            run.register(every_epoch, every_batch, average)
+            for epoch in range(EPOCHS):
+                for x, y in run.batches(DATA, batch_size=12):
+                    if run.rank == 0:
+                        self.states.append(copied(run.exchange.collect()))
+                        self.steps.append(epoch)
+                        self.rates.append(optimizer.param_groups[0]["lr"])
+                    optimizer.zero_grad()
+                    nn.functional.cross_entropy(model(x), y).backward()
+                    optimizer.step()
+                    every_batch.step()
+                    average.update_parameters(model)
+                every_epoch.step()
+        self.averages.append(next(average.module.parameters()).detach().clone())
+        return model
+
+
+class Direct(Group):
+    """Workers that give each other their state as it is, without the encoding between processes."""
+
+    def exchange(self, rank: int, state: LoopState, examples: list[Tensor], workers: int, ranks: int) -> RoundExchange:
+        if self.memory is None:
+            self.memory = SharedMemory(ranks, examples)
+        board = LocalBoard(self.memory, rank, lambda until: self.wait_or_die(rank, until))
+        self.exchanges[rank] = RoundExchange(board, state, clock=lambda: 0.0, equal_parts=True)
+        return self.exchanges[rank]
+
+
+def through_a_file(state: Any, folder: Path) -> Any:
+    """Write a state as a checkpoint has it, and read it."""
+    store = LocalStore(folder)
+    file = write_file(store, ".", "worker.safetensors", state)
+    read = TensorFile(file.name, file.num_bytes, lambda first, number: store.read(file.name, first, number))
+    return tree.joined(read.state, read.tensor)
+
+
+@pytest.fixture(scope="module")
+def whole() -> dict[int, Run]:
+    return {workers: Run(workers) for workers in (1, 2)}
+
+
+@pytest.mark.parametrize("at", [1, 4, 5, 13, 19], ids=lambda at: f"after {at} batches")
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_loop_continues_bit_for_bit(whole: dict[int, Run], tmp_path: Path, workers: int, at: int) -> None:
+    before = whole[workers]
+    assert len(before.steps) == EPOCHS * BATCHES
+    after = Run(workers, through_a_file(before.states[at], tmp_path))
+    assert after.steps == before.steps[at:] and after.rates == before.rates[at:]
+    for model in after.models:
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(model.state_dict().values(), before.models[0].state_dict().values(), strict=True)
+        )
+    assert all(torch.equal(average, before.averages[0]) for average in after.averages)
+
+
+def test_a_loop_continues_with_another_number_of_workers_up_to_rounding(tmp_path: Path) -> None:
+    before = Run(2, norm=nn.LayerNorm)  # not the statistics of a part
+    state = through_a_file(before.states[7], tmp_path)
+    for workers in (1, 3):
+        after = Run(workers, state, norm=nn.LayerNorm)
+        assert after.steps == before.steps[7:] and after.rates == before.rates[7:]
+        first, again = (dict(models[0].named_parameters()) for models in (before.models, after.models))
+        assert all(torch.allclose(first[name], again[name], atol=1e-4) for name in first)

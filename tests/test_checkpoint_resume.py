@@ -1,0 +1,302 @@
+"""A run that continues from a checkpoint, in simulations."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rainband.checkpoints.read import all_names
+from rainband.checkpoints.store import LocalStore, open_store
+from rainband.protocol import events
+from rainband.runtimes.checkpoints.place import find, opened
+from rainband.runtimes.config import SimSettings
+from rainband.tasks.linear import Linear
+from rainband.tasks.quadratic import Quadratic
+from tests.checkpoint_runs import TASK, train
+
+ASYNCHRONOUS: list[tuple[str, dict[str, Any]]] = [
+    ("downpour", {"optimizer": "sgd", "lr": 0.5}),
+    ("downpour", {"optimizer": "sgd", "lr": 0.5, "n_push": 4}),
+    ("soft_sync", {"optimizer": "sgd", "lr": 0.5, "n": 1, "scaling": "none"}),
+    ("stale_sync", {"optimizer": "sgd", "lr": 0.5, "bound": 1}),
+    ("bounded_delay", {"optimizer": "sgd", "lr": 0.5}),
+    ("adaptive_bound", {"optimizer": "sgd", "lr": 0.5}),
+]
+
+
+@pytest.mark.parametrize(("strategy", "settings"), ASYNCHRONOUS, ids=str)
+@pytest.mark.parametrize(("workers", "servers"), [(3, 2), (1, 1), (5, 7)])
+def test_each_batch_is_applied_once_with_other_numbers_of_workers_and_servers(
+    tmp_path: Path, strategy: str, settings: dict[str, Any], workers: int, servers: int
+) -> None:
+    before = train(tmp_path / "a", strategy, settings, checkpoint_every_s=4.0, keep=100)
+    assert before.result.outcome == "finished", before.result.reason
+    assert len(before.checkpoints) >= 3
+    for number, checkpoint in enumerate(before.checkpoints[::2]):
+        directory = tmp_path / f"b{number}"
+        after = train(directory, strategy, settings, workers=workers, servers=servers, resume_from=checkpoint)
+        assert after.result.outcome == "finished", after.result.reason
+        [restored] = after.events(events.Restored)
+        assert 0 < restored.step < 96
+        assert after.result.accounting["applied"] == 96
+        if strategy != "soft_sync":  # there, what a run's end applies has the weight of a full update
+            assert torch.equal(after.parameters["weight"].view(-1), TASK.after(0.5))
+
+
+@pytest.mark.parametrize(
+    ("settings", "exact"),
+    [
+        ({"optimizer": "adam", "lr": 0.1, "lr_schedule": "cosine", "warmup_fraction": 0.2}, True),
+        ({"momentum": 0.9, "lr": 0.05, "scaling": "linear"}, True),
+        ({"lr": 0.05, "backup_workers": 1}, False),  # which gradients come first depends on the times
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("workers", "servers"), [(4, 2), (1, 3), (7, 1)])
+def test_sync_with_servers_continues_bit_for_bit_with_any_number_of_workers_and_servers(
+    tmp_path: Path, settings: dict[str, Any], exact: bool, workers: int, servers: int
+) -> None:
+    settings = {**settings, "batch_per_worker": True}
+    task = Quadratic(dimension=96, samples=120, batch_size=4, epochs=4)
+    before = train(tmp_path / "a", "sync", settings, task, workers=4, checkpoint_every_s=6.0, keep=100)
+    assert len(before.checkpoints) >= 3
+    for number, checkpoint in enumerate(before.checkpoints):
+        directory = tmp_path / f"b{number}"
+        after = train(directory, "sync", settings, task, workers=workers, servers=servers, resume_from=checkpoint)
+        assert after.result.outcome == "finished", after.result.reason
+        assert after.result.accounting["applied"] + sum(after.result.accounting["skipped"].values()) == 120
+        if exact:
+            assert torch.equal(after.parameters["w"], before.parameters["w"])
+
+
+class BatchNormTask(Quadratic):
+    """A task with buffers, an optimizer and a scheduler of its own."""
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(self.dimension, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 1))
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor]) -> Tensor:
+        return (model(batch[0]) - batch[0].sum(1, keepdim=True)).square().mean()
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        return {}
+
+
+class OwnOptimizer(BatchNormTask):
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=0.01)
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=30)
+
+
+SHARED_TASK = {"dimension": 24, "samples": 120, "batch_size": 12, "epochs": 3}
+
+
+@pytest.mark.parametrize("strategy", ["sync", "single"])
+@pytest.mark.parametrize(
+    ("task", "settings"),
+    [
+        (BatchNormTask(**SHARED_TASK), {"momentum": 0.9, "lr": 0.05, "lr_schedule": "cosine"}),  # type: ignore[arg-type]
+        (OwnOptimizer(**SHARED_TASK), {}),  # type: ignore[arg-type]
+    ],
+    ids=["strategy's optimizer", "task's optimizer"],
+)
+def test_strategies_whose_workers_step_continue_bit_for_bit(
+    tmp_path: Path, strategy: str, task: Quadratic, settings: dict[str, Any]
+) -> None:
+    workers = 1 if strategy == "single" else 3
+    more: dict[str, Any] = {"workers": workers, "servers": 0, "parts": "equal"}
+    before = train(tmp_path / "a", strategy, settings, task, checkpoint_every_s=7.0 / workers, keep=100, **more)
+    assert before.result.outcome == "finished", before.result.reason
+    assert len(before.checkpoints) >= 3
+    for number, checkpoint in enumerate(before.checkpoints):
+        after = train(tmp_path / f"b{number}", strategy, settings, task, resume_from=checkpoint, **more)
+        assert after.result.outcome == "finished", after.result.reason
+        assert after.result.accounting["applied"] == 30
+        assert after.parameters.keys() == before.parameters.keys()
+        assert all(torch.equal(after.parameters[name], value) for name, value in before.parameters.items())
+
+
+def test_shared_batches_continue_with_another_number_of_workers_up_to_rounding(tmp_path: Path) -> None:
+    task = Quadratic(**SHARED_TASK)  # type: ignore[arg-type]
+    settings = {"optimizer": "adam", "lr": 0.05}
+    before = train(tmp_path / "a", "sync", settings, task, servers=0, checkpoint_every_s=3.0, keep=100)
+    for workers in (1, 2, 5):
+        after = train(
+            tmp_path / f"b{workers}", "sync", settings, task, workers, servers=0, resume_from=before.checkpoints[1]
+        )
+        assert after.result.accounting["applied"] == 30
+        assert torch.allclose(after.parameters["w"], before.parameters["w"], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings", "servers"),
+    [
+        ("averaging", {"period": 2}, 0),
+        ("block_momentum", {"period": 2}, 0),
+        ("diloco", {"period": 2}, 0),
+        ("adaptive_period", {"period": 2}, 0),
+        ("gossip", {}, 0),
+        ("elastic", {"period": 2}, 2),
+    ],
+)
+def test_strategies_whose_workers_have_models_of_their_own_continue_with_other_workers(
+    tmp_path: Path, strategy: str, settings: dict[str, Any], servers: int
+) -> None:
+    task = Quadratic(**SHARED_TASK)  # type: ignore[arg-type]
+    before = train(tmp_path / "a", strategy, settings, task, servers=servers, checkpoint_every_s=3.0, keep=100)
+    assert before.result.outcome == "finished", before.result.reason
+    assert before.checkpoints
+    for workers in (1, 3, 4):
+        directory = tmp_path / f"b{workers}"
+        after = train(directory, strategy, settings, task, workers, servers=servers, resume_from=before.checkpoints[0])
+        assert after.result.outcome == "finished", after.result.reason
+        assert after.result.accounting["applied"] == 30 and not after.result.accounting["lost"]
+
+
+# ---- disks and faults ----
+
+
+class FullDisk:
+    """Lets some writes fail, from the n-th on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, first: int, number: int) -> None:
+        self.calls, self.bad = 0, range(first, first + number)
+        write = LocalStore.write
+
+        def maybe(store: LocalStore, path: str, chunks: Any) -> None:
+            self.calls += 1
+            if self.calls in self.bad:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            write(store, path, chunks)
+
+        monkeypatch.setattr(LocalStore, "write", maybe)
+
+
+LARGER_BATCHES = Linear(dimension=128, samples=16 * 32, batch_size=16, epochs=3)  # to share; 96 of them, too
+
+
+@pytest.mark.parametrize(
+    ("strategy", "servers", "task"), [("downpour", 2, TASK), ("sync", 0, LARGER_BATCHES)], ids=["downpour", "sync"]
+)
+def test_a_full_disk_costs_a_warning_and_the_earlier_checkpoints_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, servers: int, task: Linear
+) -> None:
+    FullDisk(monkeypatch, 5, 4)
+    settings = {"optimizer": "sgd", "lr": 0.5}
+    run = train(tmp_path / "a", strategy, settings, task, servers=servers, checkpoint_every_s=4.0)
+    assert run.result.outcome == "finished" and run.result.accounting["applied"] == 96
+    texts = [event.text for event in run.events(events.Warned)]
+    assert texts and all("a checkpoint was not written" in text and "No space left" in text for text in texts)
+    assert "The last one is that of step" in texts[0]
+    assert len(run.checkpoints) == 3 and not any(name.endswith(".partial") for name in run.checkpoints)
+    for checkpoint in run.checkpoints:
+        opened(checkpoint).verify()
+
+
+@pytest.mark.parametrize("fault", ["kill worker 0", "kill worker 1", "pause worker 0 for 3"])
+@pytest.mark.parametrize(
+    ("strategy", "settings", "servers"),
+    [
+        ("downpour", {"optimizer": "sgd", "lr": 0.5}, 2),
+        ("soft_sync", {"optimizer": "sgd", "lr": 0.5}, 2),
+        ("sync", {"optimizer": "sgd", "lr": 0.5, "batch_per_worker": True}, 2),
+        ("sync", {"optimizer": "sgd", "lr": 0.5}, 0),
+    ],
+    ids=str,
+)
+def test_lost_workers_damage_no_checkpoint(
+    tmp_path: Path, strategy: str, settings: dict[str, Any], servers: int, fault: str
+) -> None:
+    faults = "\n".join(f"{at} {fault}" for at in ((8.005,) if "kill" in fault else (4.005, 12.005)))
+    task = TASK if servers else LARGER_BATCHES
+    before = train(
+        tmp_path / "a",
+        strategy,
+        settings,
+        task,
+        servers=servers,
+        checkpoint_every_s=2.0,
+        keep=100,
+        sim=SimSettings(faults=faults),
+    )
+    assert before.result.outcome == "finished", before.result.reason
+    assert len(before.checkpoints) >= 3
+    for number, checkpoint in enumerate(before.checkpoints[::3]):
+        after = train(tmp_path / f"b{number}", strategy, settings, task, servers=servers, resume_from=checkpoint)
+        assert after.result.outcome == "finished", after.result.reason
+        assert after.result.accounting["applied"] == 96
+        if strategy == "downpour":
+            assert torch.equal(after.parameters["weight"].view(-1), TASK.after(0.5))
+
+
+def test_checkpoints_may_be_behind_a_url(tmp_path: Path) -> None:
+    place = f"memory://{tmp_path.name}/folder"
+    settings = {"optimizer": "sgd", "lr": 0.5}
+    train(tmp_path / "a", "downpour", settings, checkpoint_every_s=4.0, keep=2, checkpoints=place)
+    store = open_store(f"{place}/a")
+    assert len(all_names(store)) == 2
+    checkpoint = find(f"{place}/a", pytest.fail)
+    assert checkpoint.name == all_names(store)[0]
+    after = train(tmp_path / "b", "downpour", settings, workers=2, servers=3, resume_from=checkpoint.place)
+    assert torch.equal(after.parameters["weight"].view(-1), TASK.after(0.5))
+
+
+# ---- refusals ----
+
+
+@pytest.mark.parametrize(
+    ("task", "what"),
+    [
+        (Linear(dimension=64, samples=64, batch_size=2, epochs=3), "the model"),
+        (Linear(dimension=128, samples=128, batch_size=2, epochs=3), "the number of samples is 128, there it was 64"),
+        (Linear(dimension=128, samples=64, batch_size=4, epochs=3), "the batch size is 4, there it was 2"),
+        (Linear(dimension=128, samples=64, batch_size=2, epochs=3, seed=1), "the data is"),
+    ],
+    ids=["model", "samples", "batch size", "data"],
+)
+def test_another_task_is_refused_with_both_sides_named(tmp_path: Path, task: Linear, what: str) -> None:
+    settings = {"optimizer": "sgd", "lr": 0.5}
+    before = train(tmp_path / "a", "downpour", settings, checkpoint_every_s=4.0)
+    after = train(tmp_path / "b", "downpour", settings, task, resume_from=before.checkpoints[0])
+    assert after.result.outcome == "failed"
+    assert "cannot continue from its checkpoint" in after.result.reason and what in after.result.reason
+
+
+def test_other_data_are_used_with_force(tmp_path: Path) -> None:
+    settings = {"optimizer": "sgd", "lr": 0.5}
+    before = train(tmp_path / "a", "downpour", settings, checkpoint_every_s=4.0)
+    other = Linear(dimension=128, samples=64, batch_size=2, epochs=3, seed=1)
+    after = train(tmp_path / "b", "downpour", settings, other, resume_from=before.checkpoints[0], force=True)
+    assert after.result.outcome == "finished" and after.result.accounting["applied"] == 96
+
+
+def test_a_run_may_be_made_longer(tmp_path: Path) -> None:
+    settings = {"optimizer": "sgd", "lr": 0.5}
+    before = train(tmp_path / "a", "downpour", settings, checkpoint_every_s=4.0)
+    after = train(tmp_path / "b", "downpour", settings, resume_from=before.checkpoints[-1], epochs=5)
+    assert after.result.accounting["applied"] == 160
+    assert torch.equal(after.parameters["weight"].view(-1), TASK.after(0.5, epochs=5))
+
+
+def test_files_that_are_on_another_machine_make_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = LocalStore.write
+
+    def elsewhere(store: LocalStore, path: str, chunks: Any) -> None:
+        target = LocalStore(tmp_path / "other machine") if "server-1" in path else store
+        target.make_folder(path.rpartition("/")[0])
+        write(target, path, chunks)
+
+    monkeypatch.setattr(LocalStore, "write", elsewhere)
+    monkeypatch.setattr(LocalStore, "sync", lambda store, path: None)
+    run = train(tmp_path / "a", "downpour", {"optimizer": "sgd", "lr": 0.5}, checkpoint_every_s=10.0)
+    texts = [event.text for event in run.events(events.Warned)]
+    assert texts and all("lacks server-1-0000.safetensors" in text and "--checkpoints" in text for text in texts)
+    assert not [name for name in run.checkpoints if not name.endswith(".partial")]
