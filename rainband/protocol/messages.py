@@ -669,9 +669,9 @@ AnyMessage = (
     | Revoke | AcceptedBatches | Forget | ReportRequest | Flush | Report | Join | Welcome | Go | LeaseRequest
     | Lease | Return | Heartbeat | Finish | Halt | Ended | Conclude | Concluded | Failed | Shutdown | FetchState
     | StatePart | TakeSnapshot | Saved | Planned | Dataset | Paused | NoWork | Idle | PullDelayed | AdjustRule
-    | RoundChosen | StopRequest | CheckpointRequest | Command | Answer | Evaluated | AssignItems | ItemsDelivered | PeerValue
-    | Lend | GiveBack | LinksOpened | FilePart | MachineJoin | MachineWelcome | RestartRequest | Restart
-    | ProcessEnded | Leave | RoundData | RoundWords
+    | RoundChosen | StopRequest | CheckpointRequest | Command | Answer | Evaluated | AssignItems
+    | ItemsDelivered | PeerValue | Lend | GiveBack | LinksOpened | FilePart | MachineJoin | MachineWelcome
+    | RestartRequest | Restart | ProcessEnded | Leave | RoundData | RoundWords
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
