@@ -334,6 +334,8 @@ CAUGHT_BY_SCHEDULES: list[tuple[str, Mutation]] = [
     ("soft_sync", what_the_forgotten_gave_is_dropped),
 ]
 
+FIRST_SEEDS = {a_push_is_numbered_anew_in_its_middle: 640}  # to begin with, where hundreds of schedules notice nothing
+
 CAUGHT_BY_AN_EXACT_TEST: list[tuple[Mutation, Callable[[], None]]] = [
     (done_by_acknowledgements, test_coordinator.test_a_portion_is_done_when_the_marks_say_so_not_when_a_worker_does),
     (no_dedup, test_server.test_a_push_is_applied_once_and_then_had),
@@ -362,7 +364,7 @@ CAUGHT_BY_AN_EXACT_TEST: list[tuple[Mutation, Callable[[], None]]] = [
 @pytest.mark.parametrize("kind, mutation", CAUGHT_BY_SCHEDULES, ids=lambda x: getattr(x, "__name__", x))
 def test_some_schedule_notices(kind: str, mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
     mutation(monkeypatch)
-    for seed in range(MAX_SEEDS):
+    for seed in range(FIRST_SEEDS.get(mutation, 0), MAX_SEEDS):
         try:
             run_seed(seed, kind, MAX_STEPS)
         except Wrong:

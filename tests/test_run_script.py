@@ -118,6 +118,12 @@ class Told:
         return [json.loads(line[line.index("[") :]) for line in lines if "worker" in line and "[" in line]
 
 
+# Workers that share batches, and (slow: other tests cover more of it within one process) workers with servers.
+default_and_downpour = pytest.mark.parametrize(
+    "strategy", [pytest.param([], id="default"), pytest.param(DOWNPOUR, id="downpour", marks=pytest.mark.slow)]
+)
+
+
 @pytest.mark.processes
 @pytest.mark.slow
 def test_two_workers_in_rounds_are_one_with_batches_twice_as_large(tmp_path: Path) -> None:
@@ -173,7 +179,7 @@ def test_when_a_worker_is_killed_the_others_do_its_batches(tmp_path: Path) -> No
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("strategy", [[], DOWNPOUR], ids=["default", "downpour"])
+@default_and_downpour
 def test_a_script_may_change_its_directory_and_end_inside_the_with_block(strategy: list[str], tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     inside = "import os, sys; os.path.exists('elsewhere') and os.chdir('elsewhere'); epoch and sys.exit(0)"
@@ -194,7 +200,7 @@ KILL_A_LOADER = """
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("strategy", [[], DOWNPOUR], ids=["default", "downpour"])
+@default_and_downpour
 def test_when_a_process_of_a_loader_is_killed_only_its_worker_is_lost(strategy: list[str], tmp_path: Path) -> None:
     script = SCRIPT.replace("import argparse", "import argparse, os, psutil, time")
     script = script.replace("batch_size=options.batch)", "batch_size=options.batch, num_workers=1)")
@@ -251,7 +257,7 @@ def test_an_error_in_the_script_fails_the_run_and_is_shown(tmp_path: Path, piece
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("strategy", [[], DOWNPOUR], ids=["default", "downpour"])
+@default_and_downpour
 def test_a_loop_without_end_is_stopped_by_one_worker(strategy: list[str], tmp_path: Path) -> None:
     words = ["--workers", "2", *strategy, "train.py"]
     told = Told(tmp_path, words, ENDLESS, inside="run.stop('converged')")
@@ -263,7 +269,7 @@ def test_a_loop_without_end_is_stopped_by_one_worker(strategy: list[str], tmp_pa
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("strategy", [[], DOWNPOUR], ids=["default", "downpour"])
+@default_and_downpour
 def test_the_first_interrupt_ends_the_loop_and_the_second_the_script(strategy: list[str], tmp_path: Path) -> None:
     """The second arrives while a script would go on for an hour."""
     words = ["--workers", "2", *strategy, "train.py"]

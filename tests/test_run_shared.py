@@ -27,16 +27,24 @@ def model_of(told: Told) -> list[float]:
     return sorted(round(tensor.double().sum().item(), 6) for tensor in saved.values())
 
 
-def alone(folder: Path) -> Told:
-    return Told(folder, ["train.py"], STEPS, after=AFTER)
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Return the sums of the parameters that one plain process trains."""
+    return Told(tmp_path_factory.mktemp("alone"), ["train.py"], STEPS, after=AFTER).sums[0]
+
+
+@pytest.fixture(scope="module")
+def of_three(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    """Return a run of three workers."""
+    words = ["--workers", "3", "--parts", "equal", "train.py"]
+    return Told(tmp_path_factory.mktemp("of_three"), words, STEPS, inside="run.log(loss=2.0)", after=AFTER)
 
 
 @pytest.mark.processes
-def test_three_workers_have_the_result_of_one_process(tmp_path: Path) -> None:
-    plain = alone(tmp_path)
-    told = Told(tmp_path, ["--workers", "3", "--parts", "equal", "train.py"], STEPS, after=AFTER)
+def test_three_workers_have_the_result_of_one_process(alone: list[float], of_three: Told) -> None:
+    told = of_three
     assert told.exit_code == 0, told.err
-    assert told.sums[0] == told.sums[1] == told.sums[2] == pytest.approx(plain.sums[0], abs=1e-5)
+    assert told.sums[0] == told.sums[1] == told.sums[2] == pytest.approx(alone, abs=1e-5)
     assert model_of(told) == sorted(told.sums[0])
     assert told.err.count("steps 40") == 3
     samples = account(told)
@@ -47,13 +55,13 @@ def test_three_workers_have_the_result_of_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("killed", ["run.rank == 1", "run.rank != 1"], ids=["one", "all but one"])
-def test_survivors_of_a_kill_make_the_steps_of_one_process(killed: str, tmp_path: Path) -> None:
+def test_survivors_of_a_kill_make_the_steps_of_one_process(killed: str, alone: list[float], tmp_path: Path) -> None:
     inside = f"if {killed} and steps == 7: os.kill(os.getpid(), signal.SIGKILL)"
     told = Told(tmp_path, ["--workers", "3", "train.py"], STEPS, inside=inside, after=AFTER)
     assert told.exit_code == 0, told.err
     survivors = 2 if killed == "run.rank == 1" else 1
     assert told.err.count("steps 40") == len(told.sums) == survivors
-    assert told.sums[0] == pytest.approx(alone(tmp_path).sums[0], abs=0.02)  # some samples came a batch later
+    assert told.sums[0] == pytest.approx(alone, abs=0.02)  # some samples came a batch later
     assert model_of(told) == sorted(told.sums[0])
     samples = account(told)
     assert (samples["applied"], samples["rounds"], samples["skipped"]) == (SAMPLES, 40, {})
@@ -72,12 +80,12 @@ STOPPED = """if run.rank == 1 and steps == 7 and not os.fork():
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_worker_that_is_paused_from_outside_is_excluded_and_returns(tmp_path: Path) -> None:
+def test_a_worker_that_is_paused_from_outside_is_excluded_and_returns(alone: list[float], tmp_path: Path) -> None:
     words = ["--workers", "2", "--failure-timeout", "1", "train.py"]
     told = Told(tmp_path, words, STEPS, inside=STOPPED, after=AFTER)
     assert told.exit_code == 0, told.err
     assert "lost worker 1 (no heartbeat" in told.err and "worker 1 is active again" in told.err
-    assert told.sums[0] == told.sums[1] == pytest.approx(alone(tmp_path).sums[0], abs=0.02)
+    assert told.sums[0] == told.sums[1] == pytest.approx(alone, abs=0.02)
     assert account(told)["applied"] == SAMPLES and account(told)["transfers"] == 2
 
 
@@ -126,9 +134,8 @@ def test_a_worker_for_which_the_others_wait_is_named_and_then_left_out(tmp_path:
 
 
 @pytest.mark.processes
-def test_the_events_of_a_run_tell_its_length(tmp_path: Path) -> None:
-    told = Told(tmp_path, ["--workers", "2", "train.py"], STEPS, inside="run.log(loss=2.0)")
-    lines = (Path(told.json["directory"]) / "events.jsonl").read_text().splitlines()
+def test_the_events_of_a_run_tell_its_length(of_three: Told) -> None:
+    lines = (Path(of_three.json["directory"]) / "events.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
     (plan,) = [event for event in events if event["event"] == "PlanMade"]
     assert (plan["num_samples"], plan["batch_size"], plan["epochs"], plan["num_batches"]) == (160, 8, 2, 40)
