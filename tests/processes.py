@@ -56,6 +56,8 @@ class Order(msgspec.Struct):
     words: tuple[str, ...] = ()
     deaf: bool = False  # nobody reads its standard output
     namespace: str = ""  # the network namespace to run in: another machine, as far as connections are concerned
+    folder: str = ""  # to work in
+    errors: str = ""  # the file for standard error, if not that for all output
 
 
 # ---- inside the launcher --------------------------------------------------------------------------------------------
@@ -68,7 +70,10 @@ def launch(job: bytes, fds: list[int]) -> None:
         enter_namespace(order.namespace)
     output = os.open(order.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
-    os.dup2(output, 2)
+    os.dup2(os.open(order.errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND) if order.errors else output, 2)
+    if order.folder:
+        os.chdir(order.folder)
+    os.environ["LAUNCHER_PID"] = str(os.getpid())  # for scripts that interrupt their own run
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  # buffered, as it is by default
     Zygote.start = staticmethod(forked_zygote)  # type: ignore[method-assign]
     if order.deaf:
@@ -294,6 +299,13 @@ class RunLauncher:
         order = Order(str(path / "launcher"), None, ("train", *words, "--runs", str(path / "runs")), deaf)
         with self._launched(order, path / "runs", None) as run:
             yield run
+
+    def typed(self, folder: Path, *words: str) -> tuple[int | None, str, str]:
+        """Do what `rainband` does with these words in a folder; return its exit code, output and errors."""
+        out, err = (folder / f"{name}-{time.monotonic_ns()}" for name in ("out", "err"))
+        with self._launched(Order(str(out), None, words, folder=str(folder), errors=str(err)), folder, None) as run:
+            exit_code = run.ended()
+        return exit_code, *(path.read_text() if path.exists() else "" for path in (out, err))
 
     @contextmanager
     def _launched(self, order: Order, directory: Path, gate: Gate | None) -> Iterator[Run]:

@@ -21,6 +21,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tests.processes import RunLauncher
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PICTURES = sorted((ROOT / "docs" / "pictures").glob("*.svg"))
@@ -483,20 +485,21 @@ def default_of(struct: type, field: str) -> Any:
 
 
 @pytest.mark.processes
-def test_the_output_on_the_pages_is_what_a_run_prints(tmp_path: Path) -> None:
+def test_the_output_on_the_pages_is_what_a_run_prints(launcher: RunLauncher, tmp_path: Path) -> None:
     """Whatever the numbers: with them masked, the lines are the same."""
-    done = rainband("train", "digits", "downpour", "--workers", "4", "--servers", "2", "--epochs", "1", cwd=tmp_path)
-    printed = {masked(line) for line in done.stdout.splitlines()}
+    words = ("train", "digits", "downpour", "--workers", "4", "--servers", "2", "--epochs", "1")
+    _, output, _ = launcher.typed(tmp_path, *words)
+    printed = {masked(line) for line in output.splitlines()}
     (shown,) = (block for block in blocks(ROOT / "docs/guides/quickstart.md", "text") if "finished after" in block)
     lines = [masked(line) for line in shown.splitlines() if " samples  loss " not in line]
     assert [line for line in lines if line not in printed] == []
 
 
 @pytest.mark.processes
-def test_the_output_in_the_readme_is_what_a_script_prints(tmp_path: Path) -> None:
+def test_the_output_in_the_readme_is_what_a_script_prints(launcher: RunLauncher, tmp_path: Path) -> None:
     script = str(ROOT / "examples" / "image_classifier.py")
-    done = rainband("run", "--workers", "2", script, "--tiny", cwd=tmp_path)
-    printed = {masked(line) for line in done.stdout.splitlines()}
+    _, output, _ = launcher.typed(tmp_path, "run", "--workers", "2", script, "--tiny")
+    printed = {masked(line) for line in output.splitlines()}
     (shown,) = (block for block in blocks(ROOT / "README.md", "text") if "which the workers shared" in block)
     assert [line for line in map(masked, shown.splitlines()) if line not in printed] == []
 

@@ -16,7 +16,7 @@ import torch
 
 from rainband.cli.run import split
 from rainband.runtimes.training_loop.script_process import _of_killed_loader
-from tests.processes import DEADLINE_S
+from tests.processes import DEADLINE_S, RunLauncher
 
 ROOT = Path(__file__).parent.parent
 
@@ -63,14 +63,13 @@ def net():
 
 ENDLESS = """
 import itertools, os, signal, time
-import psutil, torch
+import torch
 import rainband
 from beside import data, net
 from torch.nn.functional import mse_loss
 
 def interrupt():
-    launcher = next(p for p in psutil.Process().parents() if "rainband.cli.main" in " ".join(p.cmdline()))
-    os.kill(launcher.pid, signal.SIGINT)
+    os.kill(int(os.environ["LAUNCHER_PID"]), signal.SIGINT)
 
 model = net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -90,21 +89,25 @@ print("worker", run.rank, "stopped:", run.stopped, [round(p.double().sum().item(
 class Told:
     """The output and the files of a command."""
 
-    def __init__(self, folder: Path, words: list[str], script: str = SCRIPT, **pieces: str) -> None:
+    def __init__(
+        self, launcher: RunLauncher, folder: Path, words: list[str], script: str = SCRIPT, **pieces: str
+    ) -> None:
         filled = {"optimizer": "torch.optim.SGD", "inside": "", "after": "", **pieces}
         (folder / "train.py").write_text(script.format(**filled))
         (folder / "beside.py").write_text(BESIDE)
-        start = [sys.executable, "-c", "from rainband.cli.main import main; main()", "run", "--json"]
-        command = [sys.executable] if words[0] == "train.py" else [*start, "--runs", str(folder / "runs")]
-        done = subprocess.run(
-            [*command, *words],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=4 * DEADLINE_S,  # only a run that never ends comes near
-        )
-        self.exit_code, self.out, self.err = done.returncode, done.stdout, done.stderr
+        if words[0] == "train.py":
+            done = subprocess.run(
+                [sys.executable, *words],
+                cwd=folder,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                capture_output=True,
+                text=True,
+                timeout=4 * DEADLINE_S,  # only a run that never ends comes near
+            )
+            self.exit_code, self.out, self.err = done.returncode, done.stdout, done.stderr
+        else:
+            runs = ("--runs", str(folder / "runs"))
+            self.exit_code, self.out, self.err = launcher.typed(folder, "run", "--json", *runs, *words)
 
     @property
     def json(self) -> Any:
@@ -126,11 +129,13 @@ default_and_downpour = pytest.mark.parametrize(
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_two_workers_in_rounds_are_one_with_batches_twice_as_large(tmp_path: Path) -> None:
+def test_two_workers_in_rounds_are_one_with_batches_twice_as_large(launcher: RunLauncher, tmp_path: Path) -> None:
     together = Told(
-        tmp_path, ["--workers", "2", "--strategy", "sync", "batch_per_worker=true", "train.py", "--batch", "8"]
+        launcher,
+        tmp_path,
+        ["--workers", "2", "--strategy", "sync", "batch_per_worker=true", "train.py", "--batch", "8"],
     )
-    alone = Told(tmp_path, ["train.py", "--batch", "16"])
+    alone = Told(launcher, tmp_path, ["train.py", "--batch", "16"])
     assert (together.exit_code, alone.exit_code) == (0, 0), together.err + alone.err
     first, second = together.sums
     assert first == second == pytest.approx(alone.sums[0], abs=1e-5)
@@ -147,10 +152,10 @@ def test_two_workers_in_rounds_are_one_with_batches_twice_as_large(tmp_path: Pat
 
 
 @pytest.mark.processes
-def test_a_worker_that_hangs_for_good_does_not_keep_the_run_from_ending(tmp_path: Path) -> None:
+def test_a_worker_that_hangs_for_good_does_not_keep_the_run_from_ending(launcher: RunLauncher, tmp_path: Path) -> None:
     """It stops itself (SIGSTOP), so its process never ends by itself."""
     stop = "if run.rank == 1 and epoch == 0: __import__('os').kill(__import__('os').getpid(), 19)"
-    told = Told(tmp_path, ["--workers", "2", *DOWNPOUR, "--failure-timeout", "2", "train.py"], inside=stop)
+    told = Told(launcher, tmp_path, ["--workers", "2", *DOWNPOUR, "--failure-timeout", "2", "train.py"], inside=stop)
     assert told.exit_code == 0, told.err
     accounting = told.json["accounting"]
     assert (accounting["applied"], accounting["lost"], accounting["applied_twice"]) == (40, 0, 0)
@@ -158,10 +163,11 @@ def test_a_worker_that_hangs_for_good_does_not_keep_the_run_from_ending(tmp_path
 
 
 @pytest.mark.processes
-def test_when_a_worker_is_killed_the_others_do_its_batches(tmp_path: Path) -> None:
+def test_when_a_worker_is_killed_the_others_do_its_batches(launcher: RunLauncher, tmp_path: Path) -> None:
     """With an optimizer of the user's own, over TCP."""
     words = ["--workers", "3", *DOWNPOUR, "--transport", "tcp", "--optimizer", "tests.lion:Lion", "n_push=2"]
     told = Told(
+        launcher,
         tmp_path,
         [*words, "train.py", "--lr", "0.01"],
         optimizer="__import__('beside').Lion",
@@ -180,10 +186,12 @@ def test_when_a_worker_is_killed_the_others_do_its_batches(tmp_path: Path) -> No
 
 @pytest.mark.processes
 @default_and_downpour
-def test_a_script_may_change_its_directory_and_end_inside_the_with_block(strategy: list[str], tmp_path: Path) -> None:
+def test_a_script_may_change_its_directory_and_end_inside_the_with_block(
+    launcher: RunLauncher, strategy: list[str], tmp_path: Path
+) -> None:
     (tmp_path / "elsewhere").mkdir()
     inside = "import os, sys; os.path.exists('elsewhere') and os.chdir('elsewhere'); epoch and sys.exit(0)"
-    told = Told(tmp_path, ["--runs", "out", "--workers", "2", *strategy, "train.py"], inside=inside)
+    told = Told(launcher, tmp_path, ["--runs", "out", "--workers", "2", *strategy, "train.py"], inside=inside)
     assert (told.exit_code, told.json["outcome"]) == (0, "finished"), told.err
     assert Path(told.json["directory"]).parent == Path("out")
     saved = safetensors.torch.load_file(tmp_path / told.json["directory"] / "model.safetensors")
@@ -201,10 +209,12 @@ KILL_A_LOADER = """
 
 @pytest.mark.processes
 @default_and_downpour
-def test_when_a_process_of_a_loader_is_killed_only_its_worker_is_lost(strategy: list[str], tmp_path: Path) -> None:
+def test_when_a_process_of_a_loader_is_killed_only_its_worker_is_lost(
+    launcher: RunLauncher, strategy: list[str], tmp_path: Path
+) -> None:
     script = SCRIPT.replace("import argparse", "import argparse, os, psutil, time")
     script = script.replace("batch_size=options.batch)", "batch_size=options.batch, num_workers=1)")
-    told = Told(tmp_path, ["--workers", "2", *strategy, "train.py"], script, inside=KILL_A_LOADER)
+    told = Told(launcher, tmp_path, ["--workers", "2", *strategy, "train.py"], script, inside=KILL_A_LOADER)
     assert told.exit_code == 0, told.err
     assert "lost worker 1 (LoaderProcessLost: a process of its data loader was killed" in told.err
     if strategy:
@@ -249,8 +259,10 @@ def test_an_error_of_the_dataset_is_the_scripts(num_workers: int) -> None:
     ],
     ids=["in the loop", "left before it", "before it", "after it"],
 )
-def test_an_error_in_the_script_fails_the_run_and_is_shown(tmp_path: Path, pieces: dict[str, str], said: str) -> None:
-    told = Told(tmp_path, ["--workers", "1", "train.py"], **pieces)
+def test_an_error_in_the_script_fails_the_run_and_is_shown(
+    launcher: RunLauncher, tmp_path: Path, pieces: dict[str, str], said: str
+) -> None:
+    told = Told(launcher, tmp_path, ["--workers", "1", "train.py"], **pieces)
     assert told.exit_code == 1
     assert said in told.err and told.json["outcome"] == "failed"
     assert told.err.count("Traceback") <= 1
@@ -258,9 +270,11 @@ def test_an_error_in_the_script_fails_the_run_and_is_shown(tmp_path: Path, piece
 
 @pytest.mark.processes
 @default_and_downpour
-def test_a_loop_without_end_is_stopped_by_one_worker(strategy: list[str], tmp_path: Path) -> None:
+def test_a_loop_without_end_is_stopped_by_one_worker(
+    launcher: RunLauncher, strategy: list[str], tmp_path: Path
+) -> None:
     words = ["--workers", "2", *strategy, "train.py"]
-    told = Told(tmp_path, words, ENDLESS, inside="run.stop('converged')")
+    told = Told(launcher, tmp_path, words, ENDLESS, inside="run.stop('converged')")
     assert told.exit_code == 0, told.err
     assert told.err.count("stopped: converged") == 2
     assert told.sums[0] == told.sums[1]
@@ -270,11 +284,13 @@ def test_a_loop_without_end_is_stopped_by_one_worker(strategy: list[str], tmp_pa
 
 @pytest.mark.processes
 @default_and_downpour
-def test_the_first_interrupt_ends_the_loop_and_the_second_the_script(strategy: list[str], tmp_path: Path) -> None:
+def test_the_first_interrupt_ends_the_loop_and_the_second_the_script(
+    launcher: RunLauncher, strategy: list[str], tmp_path: Path
+) -> None:
     """The second arrives while a script would go on for an hour."""
     words = ["--workers", "2", *strategy, "train.py"]
     after = "if run.rank == 0: interrupt(); time.sleep(3600)"
-    told = Told(tmp_path, words, ENDLESS, inside="interrupt()", after=after)
+    told = Told(launcher, tmp_path, words, ENDLESS, inside="interrupt()", after=after)
     assert told.exit_code == 130, told.err
     assert "worker 0 stopped: interrupted" in told.err
     assert (told.json["outcome"], told.json["reason"]) == ("stopped", "interrupted twice")
@@ -283,9 +299,9 @@ def test_the_first_interrupt_ends_the_loop_and_the_second_the_script(strategy: l
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_script_that_never_joins_fails_with_what_it_needs(tmp_path: Path) -> None:
+def test_a_script_that_never_joins_fails_with_what_it_needs(launcher: RunLauncher, tmp_path: Path) -> None:
     (tmp_path / "idle.py").write_text("print('nothing to do')\n")
-    told = Told(tmp_path, ["--workers", "1", "idle.py"])
+    told = Told(launcher, tmp_path, ["--workers", "1", "idle.py"])
     assert told.exit_code == 1
     assert "idle.py never joined: it needs `with rainband.join(model, optimizer) as run:`" in told.err
 

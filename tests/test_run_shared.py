@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 
+from tests.processes import RunLauncher
 from tests.test_run_script import ENDLESS, SCRIPT, Told
 
 SAMPLES = 2 * 160  # of two epochs
@@ -28,16 +29,16 @@ def model_of(told: Told) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def alone(launcher: RunLauncher, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """Return the sums of the parameters that one plain process trains."""
-    return Told(tmp_path_factory.mktemp("alone"), ["train.py"], STEPS, after=AFTER).sums[0]
+    return Told(launcher, tmp_path_factory.mktemp("alone"), ["train.py"], STEPS, after=AFTER).sums[0]
 
 
 @pytest.fixture(scope="module")
-def of_three(tmp_path_factory: pytest.TempPathFactory) -> Told:
+def of_three(launcher: RunLauncher, tmp_path_factory: pytest.TempPathFactory) -> Told:
     """Return a run of three workers."""
     words = ["--workers", "3", "--parts", "equal", "train.py"]
-    return Told(tmp_path_factory.mktemp("of_three"), words, STEPS, inside="run.log(loss=2.0)", after=AFTER)
+    return Told(launcher, tmp_path_factory.mktemp("of_three"), words, STEPS, inside="run.log(loss=2.0)", after=AFTER)
 
 
 @pytest.mark.processes
@@ -55,9 +56,11 @@ def test_three_workers_have_the_result_of_one_process(alone: list[float], of_thr
 
 @pytest.mark.processes
 @pytest.mark.parametrize("killed", ["run.rank == 1", "run.rank != 1"], ids=["one", "all but one"])
-def test_survivors_of_a_kill_make_the_steps_of_one_process(killed: str, alone: list[float], tmp_path: Path) -> None:
+def test_survivors_of_a_kill_make_the_steps_of_one_process(
+    launcher: RunLauncher, killed: str, alone: list[float], tmp_path: Path
+) -> None:
     inside = f"if {killed} and steps == 7: os.kill(os.getpid(), signal.SIGKILL)"
-    told = Told(tmp_path, ["--workers", "3", "train.py"], STEPS, inside=inside, after=AFTER)
+    told = Told(launcher, tmp_path, ["--workers", "3", "train.py"], STEPS, inside=inside, after=AFTER)
     assert told.exit_code == 0, told.err
     survivors = 2 if killed == "run.rank == 1" else 1
     assert told.err.count("steps 40") == len(told.sums) == survivors
@@ -80,9 +83,11 @@ STOPPED = """if run.rank == 1 and steps == 7 and not os.fork():
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_worker_that_is_paused_from_outside_is_excluded_and_returns(alone: list[float], tmp_path: Path) -> None:
+def test_a_worker_that_is_paused_from_outside_is_excluded_and_returns(
+    launcher: RunLauncher, alone: list[float], tmp_path: Path
+) -> None:
     words = ["--workers", "2", "--failure-timeout", "1", "train.py"]
-    told = Told(tmp_path, words, STEPS, inside=STOPPED, after=AFTER)
+    told = Told(launcher, tmp_path, words, STEPS, inside=STOPPED, after=AFTER)
     assert told.exit_code == 0, told.err
     assert "lost worker 1 (no heartbeat" in told.err and "worker 1 is active again" in told.err
     assert told.sums[0] == told.sums[1] == pytest.approx(alone, abs=0.02)
@@ -90,26 +95,28 @@ def test_a_worker_that_is_paused_from_outside_is_excluded_and_returns(alone: lis
 
 
 @pytest.mark.processes
-def test_an_error_on_one_worker_ends_the_run_and_the_model_is_saved(tmp_path: Path) -> None:
-    told = Told(tmp_path, ["--workers", "2", "train.py"], STEPS, inside="run.rank == 1 and steps == 7 and 1 / 0")
+def test_an_error_on_one_worker_ends_the_run_and_the_model_is_saved(launcher: RunLauncher, tmp_path: Path) -> None:
+    told = Told(
+        launcher, tmp_path, ["--workers", "2", "train.py"], STEPS, inside="run.rank == 1 and steps == 7 and 1 / 0"
+    )
     assert told.exit_code == 1
     assert "worker 1 failed at step 8:" in told.err and "ZeroDivisionError" in told.err
     assert len(model_of(told)) == 4
 
 
 @pytest.mark.processes
-def test_models_that_differ_between_workers_are_refused(tmp_path: Path) -> None:
+def test_models_that_differ_between_workers_are_refused(launcher: RunLauncher, tmp_path: Path) -> None:
     script = STEPS.replace("model = net()", "model = net() if rainband.rank() else torch.nn.Linear(3, 1)")
-    told = Told(tmp_path, ["--workers", "2", "train.py"], script)
+    told = Told(launcher, tmp_path, ["--workers", "2", "train.py"], script)
     assert told.exit_code == 1
     assert "does not fit this run: the model is" in told.json["reason"]
 
 
 @pytest.mark.processes
-def test_a_loop_that_uses_no_loader_of_the_run_is_reported(tmp_path: Path) -> None:
+def test_a_loop_that_uses_no_loader_of_the_run_is_reported(launcher: RunLauncher, tmp_path: Path) -> None:
     loader = "torch.utils.data.DataLoader(data, batch_size=options.batch)"
     script = STEPS.replace("run.batches(data, batch_size=options.batch)", loader)
-    told = Told(tmp_path, ["--workers", "2", "train.py"], script)
+    told = Told(launcher, tmp_path, ["--workers", "2", "train.py"], script)
     assert told.exit_code == 0, told.err
     assert told.err.count("this loop uses its own data loader, so every worker trains on all of the data") == 1
     assert "samples are not counted, because the loop has its own data loader" in told.err
@@ -122,12 +129,12 @@ WAITED_FOR = """if run.rank == 1 and steps == 7:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_worker_for_which_the_others_wait_is_named_and_then_left_out(tmp_path: Path) -> None:
-    told = Told(tmp_path, ["--workers", "2", "train.py"], STEPS, inside=WAITED_FOR)
+def test_a_worker_for_which_the_others_wait_is_named_and_then_left_out(launcher: RunLauncher, tmp_path: Path) -> None:
+    told = Told(launcher, tmp_path, ["--workers", "2", "train.py"], STEPS, inside=WAITED_FOR)
     assert told.exit_code == 0, told.err
     assert "for worker 1. If it evaluates or saves while the others do not, write `with run.paused():`" in told.err
     words = ["--workers", "2", "--failure-timeout", "1", "--stuck-timeout", "2", "train.py"]
-    told = Told(tmp_path, words, STEPS, inside=WAITED_FOR)
+    told = Told(launcher, tmp_path, words, STEPS, inside=WAITED_FOR)
     assert told.exit_code == 0, told.err
     assert "worker 1 is inactive: heartbeats, but the others have waited" in told.err
     assert account(told)["applied"] == SAMPLES
@@ -146,8 +153,8 @@ def test_the_events_of_a_run_tell_its_length(of_three: Told) -> None:
 
 
 @pytest.mark.processes
-def test_a_loop_that_ends_with_run_stop_leaves_one_model(tmp_path: Path) -> None:
-    told = Told(tmp_path, ["--workers", "3", "train.py"], ENDLESS, inside="run.stop('converged')")
+def test_a_loop_that_ends_with_run_stop_leaves_one_model(launcher: RunLauncher, tmp_path: Path) -> None:
+    told = Told(launcher, tmp_path, ["--workers", "3", "train.py"], ENDLESS, inside="run.stop('converged')")
     assert (told.exit_code, told.err.count("stopped: converged")) == (0, 3), told.err
     assert told.sums[0] == told.sums[1] == told.sums[2]
     assert model_of(told) == sorted(told.sums[0])

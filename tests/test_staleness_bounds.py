@@ -95,12 +95,13 @@ def test_processes_that_keep_their_bound_say_who_waited_for_whom(launcher: RunLa
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_loops_of_ones_own_whose_bound_was_exceeded_end_with_an_error(tmp_path: Path) -> None:
+def test_loops_of_ones_own_whose_bound_was_exceeded_end_with_an_error(launcher: RunLauncher, tmp_path: Path) -> None:
     """Worker 1 goes on when worker 0 has done five steps, which it should not be let."""
     os.mkfifo(tmp_path / "steps")
     told = Told(
+        launcher,
         tmp_path,
         ["--workers", "2", "--servers", "1", "--strategy", "tests.broken_bound:Boundless", "train.py"],
-        inside="__import__('tests.broken_bound').promises.stand_still(run, 'steps')",
+        inside="__import__('tests.broken_bound').broken_bound.stand_still(run, 'steps')",
     )
     assert told.exit_code == 1 and PROMISED in " ".join(told.err.split()), told.err
