@@ -114,14 +114,18 @@ def test_a_slow_worker_gets_smaller_parts(tmp_path: Path) -> None:
     def seconds(parts: str) -> float:
         config = RunConfig(
             task="quadratic",
-            task_settings={"dimension": 2, "samples": 64 * 400, "batch_size": 64, "epochs": 1},
+            task_settings={"dimension": 2, "batch_size": 64},
             strategy="sync",
             num_workers=4,
             num_servers=0,
             runtime="sim",
             directory=str(tmp_path / parts),
             parts=parts,
-            sim=SimSettings(compute={"kind": "constant", "step_s": 1.0, "slow_workers": [3], "slow_factor": 5.0}),
+            sim=SimSettings(
+                compute={"kind": "constant", "step_s": 1.0, "slow_workers": [3], "slow_factor": 5.0},
+                time_only=True,
+                steps=400,
+            ),
         )
         (tmp_path / parts).mkdir()
         return sim.run(config, lambda event: None).seconds
