@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from typer.testing import CliRunner
 
+import rainband
 from rainband.cli.main import build_app
 from rainband.options import OptionError
 from rainband.runtimes.checkpoints.choose import with_checkpoints
@@ -124,3 +125,14 @@ def test_checkpoints_are_listed_the_newest_first_and_damage_is_named(tmp_path: P
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
     said = CliRunner().invoke(build_app(), ["checkpoints", str(run.directory), "--check"])
     assert said.exit_code == 1 and damaged.name in said.output
+
+
+def test_fit_continues_a_run(tmp_path: Path) -> None:
+    strategy = rainband.Downpour(optimizer="sgd", lr=0.5)
+    first = rainband.fit(
+        TASK, strategy, workers=3, servers=2, runtime="sim", checkpoint_every=0.05, keep=9, runs=tmp_path
+    )
+    assert len(list((first.directory / "checkpoints").iterdir())) >= 2
+    again = rainband.fit(TASK, strategy, workers=2, servers=1, runtime="sim", resume=first.directory, runs=tmp_path)
+    assert again.directory != first.directory and again.accounting.applied == 96
+    assert torch.equal(again.module.state_dict()["weight"].view(-1), TASK.after(0.5))

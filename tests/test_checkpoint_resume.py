@@ -10,11 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rainband.checkpoints import commit
 from rainband.checkpoints.read import all_names
 from rainband.checkpoints.store import LocalStore, open_store
+from rainband.coordinator.saving.checkpoints import Checkpoints, Collected
+from rainband.coordinator.state import RunSettings, RunState
 from rainband.protocol import events
 from rainband.runtimes.checkpoints.place import find, opened
 from rainband.runtimes.config import SimSettings
+from rainband.strategy import Requirements
 from rainband.tasks.linear import Linear
 from rainband.tasks.quadratic import Quadratic
 from tests.checkpoint_runs import TASK, train
@@ -37,7 +41,7 @@ def test_each_batch_is_applied_once_with_other_numbers_of_workers_and_servers(
     before = train(tmp_path / "a", strategy, settings, checkpoint_every_s=4.0, keep=100)
     assert before.result.outcome == "finished", before.result.reason
     assert len(before.checkpoints) >= 3
-    for number, checkpoint in enumerate(before.checkpoints[::2]):
+    for number, checkpoint in enumerate(before.checkpoints[1::4]):
         directory = tmp_path / f"b{number}"
         after = train(directory, strategy, settings, workers=workers, servers=servers, resume_from=checkpoint)
         assert after.result.outcome == "finished", after.result.reason
@@ -65,7 +69,7 @@ def test_sync_with_servers_continues_bit_for_bit_with_any_number_of_workers_and_
     task = Quadratic(dimension=96, samples=120, batch_size=4, epochs=4)
     before = train(tmp_path / "a", "sync", settings, task, workers=4, checkpoint_every_s=6.0, keep=100)
     assert len(before.checkpoints) >= 3
-    for number, checkpoint in enumerate(before.checkpoints):
+    for number, checkpoint in enumerate(before.checkpoints[::2]):
         directory = tmp_path / f"b{number}"
         after = train(directory, "sync", settings, task, workers=workers, servers=servers, resume_from=checkpoint)
         assert after.result.outcome == "finished", after.result.reason
@@ -201,7 +205,7 @@ def test_a_full_disk_costs_a_warning_and_the_earlier_checkpoints_stay(
         opened(checkpoint).verify()
 
 
-@pytest.mark.parametrize("fault", ["kill worker 0", "kill worker 1", "pause worker 0 for 3"])
+@pytest.mark.parametrize("fault", ["kill worker 0", "pause worker 0 for 3"])
 @pytest.mark.parametrize(
     ("strategy", "settings", "servers"),
     [
@@ -229,7 +233,7 @@ def test_lost_workers_damage_no_checkpoint(
     )
     assert before.result.outcome == "finished", before.result.reason
     assert len(before.checkpoints) >= 3
-    for number, checkpoint in enumerate(before.checkpoints[::3]):
+    for number, checkpoint in enumerate(before.checkpoints[2::8]):
         after = train(tmp_path / f"b{number}", strategy, settings, task, servers=servers, resume_from=checkpoint)
         assert after.result.outcome == "finished", after.result.reason
         assert after.result.accounting["applied"] == 96
@@ -255,7 +259,7 @@ def test_checkpoints_may_be_behind_a_url(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("task", "what"),
     [
-        (Linear(dimension=64, samples=64, batch_size=2, epochs=3), "the model"),
+        (Linear(dimension=64, samples=64, batch_size=2, epochs=3), "weight is [1, 64], there it was [1, 128]"),
         (Linear(dimension=128, samples=128, batch_size=2, epochs=3), "the number of samples is 128, there it was 64"),
         (Linear(dimension=128, samples=64, batch_size=4, epochs=3), "the batch size is 4, there it was 2"),
         (Linear(dimension=128, samples=64, batch_size=2, epochs=3, seed=1), "the data is"),
@@ -300,3 +304,22 @@ def test_files_that_are_on_another_machine_make_no_checkpoint(tmp_path: Path, mo
     texts = [event.text for event in run.events(events.Warned)]
     assert texts and all("lacks server-1-0000.safetensors" in text and "--checkpoints" in text for text in texts)
     assert not [name for name in run.checkpoints if not name.endswith(".partial")]
+
+
+def test_the_end_of_one_checkpoint_does_not_drop_the_next() -> None:
+    """A run may be stopped while a checkpoint is being made of what the nodes have written."""
+    checkpoints = Checkpoints(RunState(RunSettings(num_workers=1, num_servers=1)), Requirements())
+    first, last = (Collected(number, "step-0000000001", 0.0, number == 2, set()) for number in (1, 2))
+    checkpoints.complete = last
+    checkpoints.committed(first, "step-0000000001", now=1.0)
+    assert checkpoints.complete is last
+    checkpoints.committed(last, "step-0000000002", now=2.0)
+    assert checkpoints.complete is None and checkpoints.over and checkpoints.last_name == "step-0000000002"
+
+
+def test_what_is_being_written_is_not_cleaned_up(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    for name in ("step-0000000004.partial", "step-0000000008.partial"):
+        store.make_folder(name)
+    commit.prune(store, keep=1, busy="step-0000000008")
+    assert store.names() == ["step-0000000008.partial"]

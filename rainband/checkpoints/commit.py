@@ -66,15 +66,19 @@ def finish(store: Store, folder: str, manifest: Manifest) -> str:
     return commit(store, working, manifest)
 
 
-def prune(store: Store, keep: int) -> list[str]:
-    """Remove the oldest checkpoints until `keep` are left, and what crashes have left; return their names."""
+def prune(store: Store, keep: int, busy: str = "") -> list[str]:
+    """Remove the oldest checkpoints until `keep` are left, and what crashes have left; return their names.
+
+    `busy`: the folder of a checkpoint that nodes are writing now.
+    """
     names = store.names()
     complete = [name for name in names if step_of(name) is not None and MANIFEST in store.names(name)]
     old = complete[: max(0, len(complete) - max(1, keep))]
     for name in old:
         remove(store, name)
     for name in names:
-        if name not in complete and (name.endswith(PARTIAL) or step_of(name) is not None):
+        is_left = name.endswith(PARTIAL) or step_of(name) is not None
+        if name not in complete and is_left and name.removesuffix(PARTIAL) != busy:
             store.remove(name)
     return old
 

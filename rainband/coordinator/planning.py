@@ -76,7 +76,9 @@ class Planning:
         if restore is None:
             return ""
         plan = restore.plan
-        pairs: dict[str, tuple[object, object]] = {"the model": (join.layout.digest(), plan.layout)}
+        if join.layout.digest() != restore.layout.digest():
+            return _other_model(join.layout, restore.layout)
+        pairs: dict[str, tuple[object, object]] = {}
         if not join.custom_loop:
             pairs |= {
                 "the number of samples": (join.num_samples, plan.num_samples),
@@ -180,6 +182,16 @@ class Planning:
     def _announce(self) -> list[CoordinatorOutput]:
         assert self.state.plan
         return [CoordinatorOutput(w.peer, Planned(self.state.plan)) for w in self.state.connected()]
+
+
+def _other_model(here: Layout, there: Layout) -> str:
+    """Return the first parameter in which two models differ."""
+    shapes = [{spec.name: list(spec.shape) for spec in layout.parameters} for layout in (here, there)]
+    for name in (*shapes[0], *shapes[1]):
+        mine, other = (f"is {of[name]}" if name in of else "is missing" for of in shapes)
+        if mine != other:
+            return f"the model's {name} {mine}, there it {other.replace('is', 'was', 1)}"
+    return "the model's parameters have another order or another dtype there"
 
 
 def _data_of(join: Join) -> Dataset:

@@ -8,6 +8,7 @@ import msgspec
 
 from rainband.protocol.accepted_set import AcceptedSet
 from rainband.protocol.data_plan import DataPlan
+from rainband.protocol.layout import Layout
 
 NAME = re.compile(r"step-(\d{10,})")
 
@@ -60,6 +61,7 @@ class Restore(msgspec.Struct, frozen=True, kw_only=True):
     place: str  # path or URL of the checkpoint
     step: int
     plan: DataPlan
+    layout: Layout
     num_replicas: int
     blocks: tuple[SavedBlock, ...] = ()
     force: bool = False  # also with other data

@@ -201,7 +201,8 @@ class Checkpoints:
 
     def committed(self, collected: Collected, name: str, now: float, error: str = "") -> None:
         """Note that the checkpoint is there, under this name, or why it is not."""
-        self.complete = None
+        if self.complete is collected:  # the final one may be complete already
+            self.complete = None
         if error:
             self._failed(error, now)
             return

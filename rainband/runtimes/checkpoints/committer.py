@@ -51,7 +51,8 @@ class Committer:
         name, error = "", ""
         try:
             name = commit.finish(self.store, collected.folder, manifest)
-            commit.prune(self.store, self.keep)
+            following = self.coordinator.checkpoints.current
+            commit.prune(self.store, self.keep, "" if following is None else following.folder)
         except FAILURES as raised:
             error = "" if name else str(raised)
 
@@ -73,5 +74,6 @@ class Committer:
             layout=state.join.layout,
             num_replicas=restore.num_replicas if restore and state.join.rounds else state.settings.num_replicas,
             files=tuple(collected.files),
+            metrics=next((w.heartbeat.metrics for w in state.workers.values() if w.heartbeat.metrics), {}),
             blocks=tuple(sorted(collected.blocks, key=lambda block: block.index)),
         )

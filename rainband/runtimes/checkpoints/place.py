@@ -61,6 +61,7 @@ def restore_of(config: RunConfig) -> Restore | None:
         place=config.resume_from,
         step=manifest.step,
         plan=manifest.plan,
+        layout=manifest.layout,
         num_replicas=manifest.num_replicas,
         blocks=manifest.blocks,
         force=config.force,
