@@ -1180,6 +1180,8 @@ class Endless(torch.utils.data.IterableDataset[int]):
 )
 @pytest.mark.parametrize("together", [True, False])
 def test_what_cannot_be_shared_out_is_refused(arguments: dict[str, Any], advice: str, together: bool) -> None:
+    if advice == "omit it" and not together:
+        return  # one process takes any order: see test_training_loop_data.py
     model = net()
     optimizer = SGD(model.parameters())
     with joined(model, optimizer, OneProcess()) if together else nullcontext(SingleProcessLoop()) as run:

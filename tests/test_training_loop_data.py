@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from rainband.protocol.data_plan import DataPlan
 from rainband.runtimes.training_loop.single_process import SingleProcessLoop
@@ -123,3 +123,39 @@ def test_samples_of_a_plan_with_drop_last() -> None:
     assert (plan.batches_per_epoch, plan.num_batches, plan.samples_per_epoch) == (2, 6, 8)
     assert [plan.samples_of(batches) for batches in range(7)] == [0, 4, 8, 12, 16, 20, 24]
     assert [plan.samples_in(portion, 0) for portion in range(6)] == [4] * 6
+
+
+@pytest.mark.parametrize("strategy", ["alone", "downpour", "sync"])
+def test_what_stands_for_a_data_loader_may_be_made_once_for_all_epochs(strategy: str) -> None:
+    member = (
+        None if strategy == "alone" else OneProcess(PLAIN if strategy == "downpour" else Sync(batch_per_worker=True))
+    )
+    model = nn.Linear(5, 3)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.arange(24.0)[:, None].expand(24, 5))
+    seen: list[list[float]] = []
+    with SingleProcessLoop() if member is None else joined(model, optimizer, member) as run:
+        batches = run.batches(data, batch_size=5)
+        assert (len(batches), batches.batch_size, batches.dataset) == (5, 5, data)
+        for _ in range(3):
+            seen.append([])
+            for (x,) in batches:
+                seen[-1] += x[:, 0].tolist()
+                optimizer.zero_grad()
+                model(x).sum().backward()
+                optimizer.step()
+    assert [sorted(one) for one in seen] == [list(range(24))] * 3
+    assert seen[0] != seen[1] != seen[2]
+
+
+@pytest.mark.parametrize("how", ["shuffle", "sampler", "batch_sampler"])
+def test_a_script_in_one_process_takes_an_order_of_its_own(how: str) -> None:
+    order = list(range(7))[::-1]
+    given: dict[str, Any] = {"shuffle": {"shuffle": False}, "sampler": {"sampler": order}}.get(how, {})
+    batched = {"batch_sampler": [[3, 4], [5]]} if how == "batch_sampler" else {"batch_size": 3, **given}
+    with SingleProcessLoop() as run:
+        batches = run.batches(TensorDataset(torch.arange(7)), **batched)
+        found = [x.tolist() for (x,) in batches]
+        assert len(batches) == len(found) and found == [x.tolist() for (x,) in batches]
+    expected = {"shuffle": [[0, 1, 2], [3, 4, 5], [6]], "sampler": [[6, 5, 4], [3, 2, 1], [0]]}
+    assert found == expected.get(how, [[3, 4], [5]])

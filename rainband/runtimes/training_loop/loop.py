@@ -31,6 +31,7 @@ from rainband.protocol.ports import Port
 from rainband.runtimes.training_loop.batches import LoopBatches, described, fetched_ahead, loader
 from rainband.runtimes.training_loop.coroutine import LoopCoroutine, LoopEnd, LoopParameters, LoopWorker
 from rainband.runtimes.training_loop.optimizer_checks import check, following, print_warnings, takes_any_optimizer
+from rainband.runtimes.training_loop.passes import Passes
 from rainband.runtimes.training_loop.script_random import seed_by_rank
 from rainband.runtimes.training_loop.step_hooks import StepHooks, unwrapped
 from rainband.runtimes.training_loop.watches import NEVER_STEPPED_ON, GradientWatch, ParameterWatch
@@ -143,16 +144,21 @@ class TrainingLoop:
         self.num_epochs = number
         return iter(range(number))
 
-    def batches(self, dataset: Any, batch_size: int = 1, **loader_arguments: Any) -> Iterator[Any]:
-        """Iterate over this worker's batches of one pass over the data, which all workers share.
+    def batches(self, dataset: Any, batch_size: int = 1, **loader_arguments: Any) -> Passes:
+        """Return what stands in the place of a DataLoader: each iteration yields this worker's batches of a pass.
 
         Other arguments are those of a DataLoader, such as collate_fn and num_workers. Faster workers get more batches;
         together the workers use every sample once per pass.
         """
+
+        def begin() -> Iterator[Any]:
+            self._plan(dataset, batch_size, loader_arguments)
+            if self.rounds and loader_arguments.get("num_workers"):
+                return self._one_pass(fetched_ahead(dataset, self.drawn, loader_arguments))
+            return self._one_pass(loader(dataset, self.drawn, loader_arguments))
+
         self._plan(dataset, batch_size, loader_arguments)
-        if self.rounds and loader_arguments.get("num_workers"):
-            return self._one_pass(fetched_ahead(dataset, self.drawn, loader_arguments))
-        return self._one_pass(loader(dataset, self.drawn, loader_arguments))
+        return Passes(begin, dataset, batch_size, self.client.plan.batches_per_epoch, self.num_workers)
 
     def _plan(self, dataset: Any, batch_size: int, arguments: dict[str, Any]) -> None:
         if self.num_epochs and self.drawn.passes >= self.num_epochs:

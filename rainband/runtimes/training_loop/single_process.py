@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from rainband.protocol.data_plan import MAX_PORTION_BATCHES, DataPlan
 from rainband.runtimes.training_loop.batches import InOrderBatches, described, loader
+from rainband.runtimes.training_loop.passes import Passes
 
 OPEN_ENDED = 1 << 20
 
@@ -28,6 +29,7 @@ class SingleProcessLoop:
         self.num_epochs = 0
         self.passes = 0
         self.batches_done = 0
+        self.batches_per_pass = 0  # of the current one; 0: the loop has its own data loader
         self.plan: DataPlan | None = None
         self.stopped: str | None = None  # the reason that run.stop(...) was told
         self.generator = torch.Generator().manual_seed(torch.initial_seed() % (1 << 63))
@@ -48,27 +50,43 @@ class SingleProcessLoop:
         self.num_epochs = number
         return iter(range(number))
 
-    def batches(self, dataset: Any, batch_size: int = 1, **loader_arguments: Any) -> Iterator[Any]:
-        """One pass over the data, shuffled."""
-        plan = self.plan
-        asked = len(dataset) if hasattr(dataset, "__len__") else 0, batch_size, bool(loader_arguments.get("drop_last"))
-        if plan is None or asked != (plan.num_samples, plan.batch_size, plan.drop_last):
-            data = described(dataset, batch_size, self.num_epochs, loader_arguments)
-            plan = self.plan = DataPlan(
-                fingerprint=data.fingerprint,
-                layout="",
-                num_samples=data.num_samples,
-                batch_size=batch_size,
-                drop_last=data.drop_last,
-                epochs=self.num_epochs or OPEN_ENDED,
-                seed=0,
-                portion_batches=MAX_PORTION_BATCHES,
-            )
-        order = InOrderBatches(plan, self.passes)
-        self.passes += 1
-        return self._one_pass(loader(dataset, order, loader_arguments))
+    def batches(self, dataset: Any, batch_size: int = 1, **loader_arguments: Any) -> Passes:
+        """Return what stands in the place of a DataLoader: shuffled, or in the order of a sampler."""
+        given = loader_arguments
+        if given.get("shuffle") is False or any(given.get(name) is not None for name in ("sampler", "batch_sampler")):
+            if given.get("batch_sampler") is None:
+                given = {**given, "batch_size": batch_size}
+            ordered: DataLoader[Any] = DataLoader(dataset, **given)
+            return Passes(lambda: self._one_pass(ordered, len(ordered)), dataset, batch_size, len(ordered))
+        plan = self._plan(dataset, batch_size, loader_arguments)
 
-    def _one_pass(self, batches: Any) -> Iterator[Any]:
+        def begin() -> Iterator[Any]:
+            order = InOrderBatches(plan, self.passes)
+            self.passes += 1
+            return self._one_pass(loader(dataset, order, loader_arguments), plan.batches_per_epoch)
+
+        return Passes(begin, dataset, batch_size, plan.batches_per_epoch)
+
+    def _plan(self, dataset: Any, batch_size: int, arguments: dict[str, Any]) -> DataPlan:
+        plan = self.plan
+        asked = len(dataset) if hasattr(dataset, "__len__") else 0, batch_size, bool(arguments.get("drop_last"))
+        if plan is not None and asked == (plan.num_samples, plan.batch_size, plan.drop_last):
+            return plan
+        data = described(dataset, batch_size, self.num_epochs, arguments)
+        self.plan = DataPlan(
+            fingerprint=data.fingerprint,
+            layout="",
+            num_samples=data.num_samples,
+            batch_size=batch_size,
+            drop_last=data.drop_last,
+            epochs=self.num_epochs or OPEN_ENDED,
+            seed=0,
+            portion_batches=MAX_PORTION_BATCHES,
+        )
+        return self.plan
+
+    def _one_pass(self, batches: Any, number: int) -> Iterator[Any]:
+        self.batches_per_pass = number
         self._check_stop()
         for samples in batches:
             yield samples
@@ -78,7 +96,7 @@ class SingleProcessLoop:
     def stop(self, reason: str = "stopped by the loop") -> None:
         """Leave the `with` block after the current batch; at once in a loop over its own data loader."""
         self.stopped = self.stopped or str(reason)
-        if self.plan is None:
+        if not self.batches_per_pass:
             self._check_stop()
 
     def _check_stop(self) -> None:
@@ -90,7 +108,7 @@ class SingleProcessLoop:
         """Return the fraction of the run that is done, from 0 to 1."""
         if not self.num_epochs:
             raise ValueError("run.progress needs the number of epochs: write `for epoch in run.epochs(10):`.")
-        return 0.0 if self.plan is None else self.batches_done / self.plan.num_batches
+        return self.batches_done / (self.num_epochs * self.batches_per_pass) if self.batches_per_pass else 0.0
 
     # ---- what a loop whose workers share each batch asks ----
 
