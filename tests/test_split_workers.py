@@ -707,6 +707,24 @@ def test_gradients_on_an_accelerator_are_averaged_in_the_memory_of_the_machine(m
     assert equal_models([*run_group(script, 3), expected[0]])
 
 
+def test_a_loop_that_raises_after_a_step_counts_its_batch() -> None:
+    group = Group()
+
+    def script(join: Join) -> nn.Module:
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ZeroDivisionError), join(model, optimizer) as run:
+            for step, batch in enumerate(run.batches(DATA, batch_size=4)):
+                train(model, optimizer, batch)
+                if step == 2:
+                    raise ZeroDivisionError
+        return model
+
+    assert equal_models(run_group(script, 2, group))
+    assert group.view.applied == 2 * 4
+    assert {exchange.last_view.applied for exchange in group.exchanges.values()} == {3 * 4}
+
+
 def test_many_long_reasons_for_skipped_batches_are_counted_in_bounded_space() -> None:
     group = Group()
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from rainband.protocol import events
 from rainband.runtimes.config import RunConfig, SimSettings
+from rainband.runtimes.simulation.models.faults import Chances, random_script, text
 from rainband.runtimes.simulation.run import SimulatedResult, run
 from tests.stage_tasks import Shaped, planned
 
@@ -138,3 +139,28 @@ def test_teams_survive_what_happens_or_say_that_nobody_is_left(tmp_path: Path, s
     accounted = accounting["applied"] + sum(accounting["skipped"].values()) + accounting["not_processed"]
     assert (accounting["lost"], accounting["applied_twice"], accounted) == (0, 0, accounting["batches"])
     assert (result.outcome == "finished" and accounting["not_processed"] == 0) or "no worker is left" in result.reason
+
+
+@pytest.mark.parametrize(
+    "seed", [33, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(30) if seed != 33)]
+)
+def test_teams_survive_every_kind_of_fault_or_say_why_not(tmp_path: Path, seed: int) -> None:
+    """Among others: one stage of a lost replica is started again alone."""
+    dice = random.Random(seed)
+    strategy = dice.choice(["downpour", "stale_sync", "sync", "bounded_delay", "soft_sync", "adaptive_bound"])
+    stages, replicas = dice.choice([2, 3]), dice.choice([1, 2, 3])
+    calm = simulated(tmp_path / "calm", "chain", strategy, stages, replicas)[0].seconds
+    timeout_s, dies, stops = dice.choice([0.02, 0.2, 5.0]), dice.random() < 0.2, dice.random() < 0.2
+    chances = Chances(1.1 * calm, timeout_s, servers_die=dies, stops=stops)
+    workers = [f"worker {index}" for index in range(stages * replicas)]
+    drawn = random_script(dice, len(workers), 2, chances)
+    script = [fault for fault in drawn if fault.what != "start" or fault.node in (*workers, "server 0", "server 1")]
+    result, _ = simulated(tmp_path, "chain", strategy, stages, replicas, text(script))
+    if result.outcome == "failed":
+        assert any(
+            why in result.reason for why in ("no worker is left", "was lost", "ended before", "died on the same")
+        )
+    elif result.outcome == "finished":
+        assert result.accounting["applied"] + sum(result.accounting["skipped"].values()) == 24
+    if result.accounting:
+        assert (result.accounting["lost"], result.accounting["applied_twice"]) == (0, 0) or result.outcome == "failed"

@@ -190,7 +190,7 @@ class RoundMember:
         if not self.is_in:
             return
         self.all_skipped = not self.averaged
-        decision = self._next_view()
+        decision = self.decide()
         at = position(decision.view.where, 0)
         if decision.joined:
             self.board.admit(RoundEntry(at, decision.leader, decision.view.members))
@@ -205,7 +205,7 @@ class RoundMember:
         if self.rank in decision.receivers and decision.leader != self.rank:
             yield from self._receive(decision, lives[decision.leader], at)
 
-    def _next_view(self) -> RoundDecision:
+    def decide(self) -> RoundDecision:
         samples: Sequence[int] = () if self.whole_batches else self.samples  # the loop counts whole batches itself
         counted = accounted(self.first, self.averaged, self.closed, self.has_averaged)
         return next_view(self.view, self.first, counted, samples, self.equal_parts)
@@ -574,7 +574,7 @@ class RoundMember:
             if asking is not None and asking.life == board.life(rank) and board.excluded(rank) < asking.life:
                 lives[rank] = asking.life
         if self.first:  # the open round has come as far as this member knows
-            view = self._next_view().view
+            view = self.decide().view
         elif self.k or self.is_cut:  # its positions are used up
             again = () if self.whole_batches else (*(self.samples or view.carried),)
             view = msgspec.structs.replace(view, batch=view.batch + 1, carried=again)

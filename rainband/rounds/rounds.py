@@ -40,6 +40,11 @@ class RoundExchange:
         return self.member.view
 
     @property
+    def last_view(self) -> RoundView:
+        """Return the view after the open round, as far as this member knows: for one whose script has failed."""
+        return self.member.decide().view if self.member.first else self.view
+
+    @property
     def members(self) -> tuple[int, ...]:
         return tuple(member.rank for member in self.view.members)
 

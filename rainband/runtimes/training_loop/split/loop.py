@@ -91,6 +91,8 @@ class SplitLoop:
         self.gradients.detach()
         stopped = kind is KeyboardInterrupt and self.stopped is not None
         if not (kind is None or stopped or is_normal_exit(error)):
+            if self.session is not None:
+                self.session.failed()
             self.exchange.abandon()
             return False
         self.gradients.end()

@@ -26,6 +26,7 @@ from rainband.protocol.messages import (
 )
 from rainband.rounds.exchange import Part
 from rainband.rounds.rounds import RoundExchange
+from rainband.rounds.view import RoundView
 from rainband.runtimes.checkpoints.place import WORKER_FILE, opened
 from rainband.runtimes.processes.worker_link import WorkerLink, flush_output
 from rainband.runtimes.training_loop.loop import MAX_REASON, NOT_KNOWN_YET
@@ -186,7 +187,7 @@ class LoopSession:
         stats = self.stats
         stats.steps += 1
         stats.acked = stats.steps
-        stats.account = self._account()
+        stats.account = self._account(self.exchange.view)
         stats.samples += part.weight if self.counts_samples else 0
         if stats.steps == 1:
             self.link.tell(stats.heartbeat())  # at once, so that views show that training has begun
@@ -195,8 +196,11 @@ class LoopSession:
         self.stats.loss_sum += loss * samples
         self.stats.loss_samples += samples
 
-    def _account(self) -> SampleAccount:
-        view = self.exchange.view
+    def failed(self) -> None:
+        """Count the open round of a loop that has raised: its mean may be in the model that is saved."""
+        self.stats.account = self._account(self.exchange.last_view)
+
+    def _account(self, view: RoundView) -> SampleAccount:
         if not self.counts_samples:
             return SampleAccount(rounds=view.batches)
         return SampleAccount(
@@ -214,7 +218,7 @@ class LoopSession:
     def leave(self, model: nn.Module) -> None:
         """Wait for the other workers to leave, and save the model if this one is to."""
         flush_output()
-        self.stats.account = self._account()
+        self.stats.account = self._account(self.exchange.view)
         self.link.tell(self.stats.heartbeat())
         self.link.tell(Ended(self.stats.samples))
         session, self.ended = self.link.session, True
