@@ -12,13 +12,18 @@ SLOWER = 2.0  # times as slow as the others: a straggler
 MANY_TIMES = 10.0  # warn if the largest stable learning rate is smaller by this factor
 
 
+def missed_updates(number: float) -> str:
+    """Format a mean staleness: "1 update", "2.5 updates"."""
+    return f"{number:.3g} update{'' if f'{number:.3g}' == '1' else 's'}"
+
+
 def of_momentum(momentum: float, missed: float, cluster: Cluster) -> list[str]:
     """Warn about momentum: gradients with a mean staleness s act as a momentum of s / (s + 1)."""
     own = missed / (missed + 1)
     if not momentum or momentum + own < 1:
         return []
     return [
-        f"momentum={momentum:g} with {cluster}: gradients miss {missed:.3g} updates on average, which "
+        f"momentum={momentum:g} with {cluster}: gradients miss {missed_updates(missed)} on average, which "
         f"acts as a momentum of {own:.2f} by itself; their sum is 1 or more. Omit momentum, or choose sync."
     ]
 
@@ -29,8 +34,9 @@ def of_stale_rate(optimizer: str, missed: float) -> list[str]:
     if optimizer != "sgd" or times < MANY_TIMES:
         return []
     return [
-        f"gradients will miss {missed:.3g} updates on average: the largest stable learning rate is then {times:.2g} "
-        "times smaller than that of one process. Choose a smaller lr, or soft_sync, which divides it, or adagrad."
+        f"gradients will miss {missed_updates(missed)} on average: the largest stable learning rate is then "
+        f"{times:.2g} times smaller than that of one process. Choose a smaller lr, or soft_sync, which divides it, or "
+        "adagrad."
     ]
 
 

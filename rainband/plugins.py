@@ -50,7 +50,7 @@ def _modules_of(family: Family) -> dict[str, str]:
 def find(family: Family, name: str) -> Any:
     """Return the class of a built-in plugin, or whatever the user's module has under this name."""
     if ":" in name:
-        return _find_in_module(*name.split(":", 1))
+        return _find_in_module(family, *name.split(":", 1))
     if name not in (names := names_of(family)):
         raise ValueError(
             f"no {family.kind} named '{name}'{did_you_mean(name, names)}: choose from {', '.join(names)}, "
@@ -63,12 +63,24 @@ def find(family: Family, name: str) -> Any:
     return found
 
 
-def _find_in_module(module_name: str, name: str) -> object:
+def _find_in_module(family: Family, module_name: str, name: str) -> object:
     module = _import_users_module(module_name)
     if not hasattr(module, name):
-        names = [known for known in vars(module) if not known.startswith("_")]
-        raise ValueError(f"{module_name} has no '{name}'{did_you_mean(name, names)}: it has {', '.join(names)}.")
+        names = _defined_in(module, family)
+        what = f"it has {', '.join(names)}" if names else f"it defines no {family.kind}"
+        raise ValueError(f"{module_name} has no '{name}'{did_you_mean(name, names)}: {what}.")
     return getattr(module, name)
+
+
+def _defined_in(module: Any, family: Family) -> list[str]:
+    """Return the names of the plugins in a user's module, without what it imports; of tasks, also what makes one."""
+    own = {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_") and getattr(value, "__module__", module.__name__) == module.__name__
+    }
+    makers = [name for name, value in own.items() if inspect.isfunction(value)] if family is not STRATEGIES else []
+    return [name for name, value in own.items() if family.is_plugin(value)] + makers
 
 
 def search_current_folder() -> str:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from rainband.advice import missed_updates
 from rainband.bench.harness.rows import Row, at_most
 from rainband.cli import doctor as doctor_file
 from rainband.cli.bench import as_table
@@ -506,6 +507,53 @@ def test_a_strategy_without_run_is_reported(tmp_path: Path) -> None:
 def test_options_of_earlier_versions_are_refused_with_their_new_names() -> None:
     said = Said("train", "digits", "sync", "--chunks=2")
     assert said.exit_code == 2 and "there is no option --chunks: it is now --stages-per-worker." in said.err
+
+
+@pytest.mark.parametrize(
+    "words, answer",
+    [
+        (["train", "digits", "--world", "sim"], "there is no option --world: it is now --runtime."),
+        (["simtest"], "there is no command simtest: it is now fuzz."),
+        (["plan", "digits"], "there is no command plan: it is now placement."),
+    ],
+)
+def test_old_names_are_answered_with_the_new_one(words: list[str], answer: str) -> None:
+    said = Said(*words)
+    assert (said.exit_code, said.err) == (2, f"rainband: {answer}\n")
+
+
+def test_the_list_of_commands_has_whole_sentences() -> None:
+    commands = Said("--help").out.partition("Commands:")[2].partition("Exit codes:")[0]
+    assert "..." not in commands
+    assert "export Copy the model of a run to a file that PyTorch loads without Rainband" in " ".join(commands.split())
+
+
+@pytest.mark.parametrize("command", ["train", "run", "join", "invite", "explain", "placement", "bench", "runs show"])
+def test_arguments_are_listed_without_types_of_python(command: str) -> None:
+    help_text = Said(*command.split(), "--help").out
+    assert "Arguments:" in help_text and not re.findall(r"<(str|list|int|path).*>", help_text, re.IGNORECASE)
+
+
+def test_a_module_without_the_strategy_lists_its_strategies_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "from functools import partial\nfrom rainband.rules import Rule\n"
+    source += "from rainband.strategies.downpour import Downpour\n"
+    classes = "class Median(Rule): ...\nclass Mine(Downpour): ...\ndef helper(): ...\n"
+    (tmp_path / "listed_ideas.py").write_text(source + classes)
+    (tmp_path / "empty_ideas.py").write_text("import math\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"^listed_ideas has no 'Mime' \(did you mean Mine\?\): it has Mine\.$"):
+        config_of("digits", "listed_ideas:Mime")
+    with pytest.raises(ValueError, match=r"^empty_ideas has no 'Mine': it defines no strategy\.$"):
+        config_of("digits", "empty_ideas:Mine")
+
+
+@pytest.mark.parametrize(
+    "missed, text", [(1.0, "1 update"), (0.5, "0.5 updates"), (1.001, "1 update"), (3, "3 updates")]
+)
+def test_one_update_is_singular(missed: float, text: str) -> None:
+    assert missed_updates(missed) == text
 
 
 @pytest.mark.parametrize("command", ["train", "run", "placement"])

@@ -179,13 +179,14 @@ def _with_settings(name: str, pairs: list[str], workers: int) -> dict[str, Any]:
 
 def _expected(strategy: Strategy, workers: int) -> list[str]:
     """Return the expected staleness of a strategy, and warnings about its settings."""
+    from rainband.advice import missed_updates
     from rainband.runtimes.advice import expected_staleness, may_be_stale, warnings_for
 
     if strategy.requires.coordinated:
         return []
     missed, staleness = expected_staleness(strategy, workers), []
     if missed is not None:
-        staleness = [f"staleness with {workers} workers: {missed:.3g} updates on average."]
+        staleness = [f"staleness with {workers} workers: {missed_updates(missed)} on average."]
     elif may_be_stale(strategy) and strategy.requires.servers:
         staleness = [f"staleness: unknown, because {type(strategy).__name__} does not override `staleness`."]
     return staleness + warnings_for(strategy, workers)

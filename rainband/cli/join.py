@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rainband.cli.options import GroupedCommand, Run, RunsDirectory
+from rainband.cli.options import ExampleCommand, GroupedCommand, Run, RunsDirectory
 from rainband.cli.report_errors import EXIT_CODES, FAILED, give_up, report_errors
 
 SCRIPT_ENDING = ".py"
@@ -27,7 +27,7 @@ class JoinCommand(GroupedCommand):
 
 def register(app: typer.Typer) -> None:
     app.command("join", cls=JoinCommand, epilog=EXIT_CODES)(join)
-    app.command("invite")(invite)
+    app.command("invite", cls=ExampleCommand)(invite)
 
 
 def join(

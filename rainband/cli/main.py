@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from rainband import __version__
-from rainband.cli.options import ExampleCommand
+from rainband.cli.options import CommandGroup, ExampleCommand
 from rainband.cli.report_errors import EXIT_CODES
 
 # Modules of this package, in the order of --help, with a function `command`; or `register(app)`, if that needs more.
@@ -54,7 +54,9 @@ def _flush_stdout() -> None:
 
 def build_app() -> typer.Typer:
     app = typer.Typer(
-        help="Train one PyTorch model with parameter servers; tolerates slow and lost workers.",
+        cls=CommandGroup,
+        help="Train one PyTorch model with several workers, which share each batch or use parameter servers; tolerates "
+        "slow and lost workers.",
         epilog=EXIT_CODES,
         no_args_is_help=True,
         rich_markup_mode=None,  # plain help: importing rich would take longer than everything else

@@ -9,12 +9,13 @@ from typing import Annotated
 
 import typer
 
-from rainband.cli.options import ExampleCommand, PrintJson, Run, RunsDirectory, print_lines
+from rainband.cli.options import CommandGroup, ExampleCommand, PrintJson, Run, RunsDirectory, print_lines
 from rainband.cli.report_errors import report_errors
 
 
 def register(app: typer.Typer) -> None:
     group = typer.Typer(
+        cls=CommandGroup,
         help="List runs, show one, compare two.",
         rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},

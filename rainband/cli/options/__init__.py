@@ -8,18 +8,22 @@ from pathlib import Path
 from typing import Annotated, Any, get_origin
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from rainband.cli.options import completion
 from rainband.cli.report_errors import USAGE, give_up, report_errors
 from rainband.options import DeclaredOption, Duration, OptionError, RunOptions, check_value, declared, opt
 
 RENAMED = {
+    "--world": "--runtime",
     "--plan": "--placement",
     "--chunks": "--stages-per-worker",
     "--group": "--machines-per-group",
     "--between": "--inter-group-network",
+    "--most": "--limit",
 }  # options of earlier development versions, for hints
+RENAMED_COMMANDS = {"simtest": "fuzz", "plan": "placement"}
+MAX_SUMMARY = 1000  # characters in the list of commands: no sentence is longer
 OUTPUT = "Output"  # the group of --json and --verbose
 
 Json = Annotated[
@@ -52,8 +56,36 @@ def print_lines(lines: Iterable[str]) -> None:
         typer.echo(line)
 
 
+class CommandGroup(TyperGroup):
+    """A group of commands that lists the first sentence of each, without cutting it."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # click's Context and HelpFormatter
+        found = [(name, command) for name in self.list_commands(ctx) if (command := self.get_command(ctx, name))]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.get_short_help_str(limit=MAX_SUMMARY)) for name, command in found])
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = args[0]
+        if name not in self.commands and (new := RENAMED_COMMANDS.get(name)) in self.commands:
+            give_up(f"there is no command {name}: it is now {new}.", USAGE)
+        return super().resolve_command(ctx, args)
+
+
 class ExampleCommand(TyperCommand):
     """A command that is shown with the first example of its --help if an argument is missing."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:  # click's Context and HelpFormatter
+        """Write the options in their groups, and arguments without the types of Python."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            if record := param.get_help_record(ctx):
+                is_argument = param.param_type_name == "argument"
+                group = "Arguments" if is_argument else getattr(param, "rich_help_panel", None) or "Options"
+                name = str(param.metavar or record[0]) if is_argument else record[0]
+                groups.setdefault(group, []).append((name, record[1]))
+        for group, records in sorted(groups.items(), key=lambda item: item[0] == "Options"):
+            with formatter.section(group):
+                formatter.write_dl(records)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
@@ -78,17 +110,6 @@ class GroupedCommand(ExampleCommand):
                 if old not in known and (new := RENAMED.get(old)) in known:
                     give_up(f"there is no option {old}: it is now {new}.", USAGE)
         return super().parse_args(ctx, args)
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:  # click's Context and HelpFormatter
-        groups: dict[str, list[tuple[str, str]]] = {}
-        for param in self.get_params(ctx):
-            if record := param.get_help_record(ctx):
-                is_argument = param.param_type_name == "argument"
-                group = "Arguments" if is_argument else getattr(param, "rich_help_panel", None) or "Options"
-                groups.setdefault(group, []).append(record)
-        for group, records in sorted(groups.items(), key=lambda item: item[0] == "Options"):
-            with formatter.section(group):
-                formatter.write_dl(records)
 
 
 def with_run_options(command: Callable[..., None], leave_out: Collection[str] = ()) -> Callable[..., None]:
