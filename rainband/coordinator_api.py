@@ -25,7 +25,7 @@ class End(NamedTuple):
 
 
 class CoordinatorApi(Protocol):
-    """Everything `coordinate` may use. Operations start when called; awaiting the result waits.
+    """The operations that `coordinate` may use. Operations start when called; awaiting the result waits.
 
     The vectors stay on the servers; only numbers travel.
     """

@@ -38,7 +38,7 @@ else:
 
 @dataclass(frozen=True)
 class Requirements:
-    """All that a run must know about a strategy before it starts. Options are checked against it."""
+    """The facts that a run must know about a strategy before it starts. Options are checked against it."""
 
     servers: bool = True  # parameter servers hold the parameters, and server() describes what they do
     max_replicas: int | None = None  # replicas of the model; 1: one process (single); None: any number
@@ -184,7 +184,7 @@ class WorkItem(msgspec.Struct, frozen=True, gc=False):
 
 
 class Worker(Protocol):
-    """Everything the worker part may use. Operations start when called; awaiting the result waits."""
+    """The operations that the worker part may use. Operations start when called; awaiting the result waits."""
 
     @property
     def rank(self) -> int: ...

@@ -44,6 +44,8 @@ from rainband.runtimes.simulation.models.cluster_model import ClusterModel, Node
 from rainband.runtimes.simulation.models.compute import ComputeModel
 from rainband.runtimes.simulation.models.faults import parse
 from rainband.runtimes.simulation.models.network import NetworkModel
+from rainband.strategies.downpour import Downpour
+from rainband.strategy import Worker
 from tests.processes import RunLauncher, warmed
 
 
@@ -277,6 +279,16 @@ def test_a_run_that_cannot_be_replayed_is_not_recorded(
         write(tmp_path / "run", Peer(role, 0))
     with pytest.raises(ValueError, match=f"{says}.*"):
         replay(tmp_path / "run")
+
+
+@pytest.mark.processes
+def test_an_error_of_the_strategy_is_raised_by_the_replay(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(self: Downpour, worker: Worker) -> None:
+        raise ValueError("not as recorded")
+
+    monkeypatch.setattr(Downpour, "run", broken)
+    with pytest.raises(ValueError, match="not as recorded"):
+        replay(recorded)
 
 
 def test_refused_pushes_cannot_be_repeated(tmp_path: Path) -> None:

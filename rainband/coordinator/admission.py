@@ -64,7 +64,7 @@ class Admission:
         return self.form(now)
 
     def _server_joins_late(self, sender: Peer, now: float) -> list[CoordinatorOutput]:
-        """Send a server away that was started again: it does not have the blocks of its earlier life."""
+        """Send a server away that was started again: it no longer has its blocks."""
         known = self.state.servers.get(sender.index)
         if known is not None and known.peer == sender:
             return []  # the message arrived twice

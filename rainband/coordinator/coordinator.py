@@ -112,7 +112,7 @@ class Coordinator:
     def _from_worker(self, sender: Peer, message: Message, now: float, body: Any) -> list[CoordinatorOutput]:
         worker = self.state.workers.get(sender.index)
         if sender.role != "worker" or worker is None or worker.peer != sender:
-            return []  # not a worker of this run, or an earlier life of one
+            return []  # not a worker of this run, or an earlier incarnation of one
         match message:
             case Heartbeat():
                 return self.liveness.heartbeat(worker, message, now)

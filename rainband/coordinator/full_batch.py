@@ -33,7 +33,7 @@ from rainband.protocol.steps import Steps
 from rainband.protocol.vectors import Operation
 
 FATAL_DEATHS = 3  # when this many workers die on the same work item, the run ends
-MAX_AFTER_STOP = 100  # commands of a strategy that was told to stop
+MAX_AFTER_STOP = 100  # commands of a strategy after the run was asked to stop
 To = tuple[Peer, Message]
 Coordinate = Callable[[CoordinatorApi], Coroutine[Any, Any, None]]
 

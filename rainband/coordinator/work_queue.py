@@ -2,8 +2,9 @@
 
 A worker that asks gets consecutive items, many at first and one at a time towards the end; the last ones go to idle
 workers, not ahead of time to busy ones. When all are handed out, an idle worker gets a copy of an overdue item. An item
-is done when every block has acknowledged it to a worker; the other workers that have it are told to stop. The items of
-a lost worker are handed out again. Every block takes the first result of an item, so copies need no arbitration.
+is done when every block has acknowledged it to a worker; the coordinator then stops the other workers that have it.
+The items of a lost worker are handed out again. Every block takes the first result of an item, so
+copies need no arbitration.
 """
 
 from __future__ import annotations

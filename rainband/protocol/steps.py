@@ -1,7 +1,8 @@
 """A coroutine that goes on until it needs time to pass. Its owner computes and waits; here is no clock and no I/O.
 
-A worker's life, a strategy, an evaluation and a strategy's coordinator part are all driven by `Steps`. They differ in
-what their owner does with what comes out: a process blocks, the simulator plans an event, a user's loop returns.
+The lifecycle of a worker, a strategy, an evaluation and a strategy's coordinator part are all driven by `Steps`. They
+differ in what their owner does with what comes out: a process blocks, the simulator plans an event, a user's loop
+returns.
 """
 
 from __future__ import annotations

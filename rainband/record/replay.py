@@ -21,7 +21,20 @@ from torch import Tensor
 
 from rainband.plugins import load_strategy
 from rainband.protocol.layout import BlockSpec
-from rainband.protocol.messages import Ack, Finish, Go, InitBlock, Lease, Message, Params, Peer, Pull, Push, Welcome
+from rainband.protocol.messages import (
+    Ack,
+    Failed,
+    Finish,
+    Go,
+    InitBlock,
+    Lease,
+    Message,
+    Params,
+    Peer,
+    Pull,
+    Push,
+    Welcome,
+)
 from rainband.protocol.ports import BlockValues, Port
 from rainband.protocol.steps import Steps
 from rainband.record.record import Applied, Began, Record, RuleChanged, here, read_record
@@ -34,7 +47,7 @@ from rainband.runtimes.simulation.nodes import publish
 from rainband.runtimes.simulation.run import Simulated, make_scenario, one_thread
 from rainband.server.server import Server
 from rainband.worker.client import Client
-from rainband.worker.lifecycle import live
+from rainband.worker.lifecycle import run_worker
 from rainband.worker.session import Session
 from rainband.worker.worker import Compute, ModuleWorker
 
@@ -139,7 +152,7 @@ def read_simulated(directory: Path) -> Simulated:
 
 
 class Actor:
-    """One worker of a replay, and its runtime. There is no coordinator: messages to it are dropped."""
+    """One worker of a replay, and its runtime. There is no coordinator: messages to it are dropped, errors raised."""
 
     def __init__(self, replayed: Replay, index: int) -> None:
         record, scenario = replayed.record, replayed.scenario
@@ -152,7 +165,7 @@ class Actor:
         self.session.receive(msgspec.structs.replace(record.welcome, load=False))
         for lease in record.leases[index]:
             self.session.receive(Lease(lease.portion, lease.lease, lease.groups))
-        self.life = Steps(live(self.session))
+        self.steps = Steps(run_worker(self.session))
         self.asked: set[tuple[int, int]] = set()  # (pull, block), not answered yet
 
     @property
@@ -162,13 +175,16 @@ class Actor:
 
     def advance(self) -> bool:
         self.compute.attach()
-        return self.life.advance(self._perform)
+        return self.steps.advance(self._perform)
 
     def _perform(self, work: Compute) -> None:
         work.result = self.compute.gradient(work.worker, work.batch)
         self.losses[work.batch.portion, work.batch.k] = work.result.loss
 
-    def tell(self, message: Message, body: bytes | None = None) -> None: ...
+    def tell(self, message: Message, body: bytes | None = None) -> None:
+        if isinstance(message, Failed):
+            assert self.session.failure is not None
+            raise self.session.failure
 
     def open_links(self, welcome: Welcome, part: int) -> list[Port]:
         return self.ports

@@ -27,7 +27,7 @@ class RoundExchange:
         waited: Callable[[float], None] = lambda seconds: None,
         trial_rounds: int = 0,
     ) -> None:
-        """`waited` is told the seconds of each wait for other members."""
+        """`waited` gets the seconds of each wait for other members."""
         self.board = board
         self.waited = waited
         self.rank = board.rank

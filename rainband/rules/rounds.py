@@ -80,7 +80,7 @@ class MeanOfRound(Rule):
 class FirstArrivalsOfRound(Rule):
     """Rounds with backup workers: one update with the mean of the first `needed` work items; the others are dropped.
 
-    Block 0 chooses the first that arrive; all other blocks use the same ones when they are told.
+    Block 0 chooses the first that arrive, and its server announces them; all other blocks use the same ones.
     """
 
     reads: Literal["round"] = "round"

@@ -276,7 +276,7 @@ class Server:
         return [ServerOutput(COORDINATOR, self.report()), ServerOutput(COORDINATOR, Ready()), *self.readers.admit_all()]
 
     def _load(self, sender: Peer, load: InitBlock, payload: Tensor | None) -> list[ServerOutput]:
-        if not self.assigned:  # the worker was told of its servers before this server was told of its blocks
+        if not self.assigned:  # the worker got its servers before this server got its blocks
             self.early_loads.append((sender, load, None if payload is None else payload.clone()))
             return []
         block = self.blocks.get(load.block)

@@ -1,4 +1,4 @@
-"""The life of a worker in every runtime: join, train, leave, save.
+"""The lifecycle of a worker in every runtime: join, train, leave, save.
 
 It is one coroutine that awaits handles; the runtime does the waiting: a process blocks, the simulator plans an event.
 It has no end of its own: when the coordinator ends the worker (`Dismissed`), the runtime stops advancing it.
@@ -32,14 +32,14 @@ async def run_worker(session: Session, prepare: Callable[[], None] | None = None
     try:
         if prepare is not None:
             prepare()
-        await live(session)
+        await join_train_and_save(session)
     except (Dismissed, CoordinatorLost):
         raise
     except Exception as error:
         await report_failure(session, error)
 
 
-async def live(session: Session) -> None:
+async def join_train_and_save(session: Session) -> None:
     """Join the run, train and report the end; then save on request, until the coordinator ends the worker."""
     client = await enter(session)
     worker = session.worker = session.model.worker(session.me.index, client)
@@ -81,7 +81,7 @@ def _has_news(session: Session, welcome: Welcome) -> bool:
 
 
 async def train(session: Session, worker: RunningWorker) -> None:
-    """Run the strategy until it returns or is told to stop."""
+    """Run the strategy until it returns, or until `Stop` is raised in it because the run stops."""
     session.training = True
     with suppress(Stop):
         await session.strategy.run(worker)

@@ -142,7 +142,7 @@ class Session:
         self.snapshots: WorkerSnapshots | None = None  # writes this worker's part of checkpoints
         self.early: list[Message] = []  # messages received before there was a client
         self.training = False  # the strategy runs: only then it can be stopped, and its waiting is counted
-        self.stopped = False  # the strategy was told to stop
+        self.stopped = False  # `Stop` was raised in the strategy
         self.failure: Exception | None = None  # the error that ended it
         self.before_step: Callable[[], None] | None = None
         self.perform: Callable[[Work], None] | None = None  # in place of the work's own `perform`
@@ -192,7 +192,7 @@ class Session:
         return client
 
     def must_stop(self, handle: Handle) -> bool:
-        """Return True, until the strategy was told, if the run stops and what it waits for may never happen."""
+        """Return True if the run stops and the strategy, not stopped yet, waits for what may never happen."""
         if not self.training or self.stopped or self.client is None:
             return False
         return handle.may_never_complete(self.client.stopping)

@@ -62,19 +62,19 @@ def run_together(machines: Sequence[Coroutine[Any, Any, Any]], order: Sequence[i
 
     Raises RuntimeError, which names them, if all wait for each other. `order`: of the turns.
     """
-    lives = [Steps(machine) for machine in machines]
-    turns = range(len(lives)) if order is None else order
+    workers = [Steps(machine) for machine in machines]
+    turns = range(len(workers)) if order is None else order
     try:
-        while sum(lives[number].advance() for number in turns):  # `any` would stop at the first
+        while sum(workers[number].advance() for number in turns):  # `any` would stop at the first
             pass
-        waiting = {number: life.needed for number, life in enumerate(lives) if not life.over}
+        waiting = {number: worker.needed for number, worker in enumerate(workers) if not worker.over}
         if waiting:
             numbers = ", ".join(map(str, waiting))
             raise RuntimeError(f"machines {numbers} wait for each other: {list(waiting.values())}.")
     finally:
-        for life in lives:
-            life.close()
-    return [life.result for life in lives]
+        for worker in workers:
+            worker.close()
+    return [worker.result for worker in workers]
 
 
 class Partitioned:

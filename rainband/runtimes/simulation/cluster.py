@@ -218,7 +218,7 @@ class SimulatedCluster:
         if isinstance(node, WorkerNode):
             node.waiting = None
             with suppress(RuntimeError):  # the strategy refuses to end
-                node.life.close()
+                node.steps.close()
         self.clock.after(KERNEL_PATIENCE_S if silent else 0.0, lambda: self._close(node))
 
     def start_coordinator(self) -> None:

@@ -85,7 +85,7 @@ class WorkerNode(Node):
         self.measuring: PeriodicEval | None = None
         self.inbox: list[tuple[Message, Payload]] = []
         self.later: list[tuple[float, Message]] = []  # (arrives at, message): see `can_wait_with`
-        self.life = Steps(run_worker(self.session))
+        self.steps = Steps(run_worker(self.session))
         self.waiting: Handle | None = None
         self.waiting_since = 0.0
         self.busy_until = 0.0  # its thread copies until then
@@ -237,7 +237,7 @@ class WorkerNode(Node):
             except Dismissed:
                 self.over = True
                 self.waiting = None
-                self.life.close()
+                self.steps.close()
                 if self.cluster.rounds is not None:
                     self.cluster.rounds.exclude(self.peer.index)
             return
@@ -269,13 +269,13 @@ class WorkerNode(Node):
     def _go_through(self, error: BaseException | None = None) -> None:
         """Let the coroutine run until it needs time to pass."""
         self.compute.attach()
-        wanted = self.life.go_on(error)
+        wanted = self.steps.go_on(error)
         # A pull takes time even if it is ready: its blocks are copied.
         while type(wanted) not in TAKES_TIME and isinstance(wanted, Handle) and self._is_ready(wanted):
-            wanted = self.life.go_on()
+            wanted = self.steps.go_on()
         if not isinstance(wanted, StateChanged):  # the coordinator wakes idle workers at every tick: no progress
             self.clock.progress_at = self.clock.now
-        if self.life.over:  # it has failed, and reported that
+        if self.steps.over:  # it has failed, and reported that
             self.waiting, self.waiting_since = Until("the end of the run", lambda: False), self.clock.now
             return
         if isinstance(wanted, Work):

@@ -12,7 +12,7 @@ from rainband.protocol.steps import Steps
 from rainband.runtimes.processes.drive import drive_until
 from rainband.strategy import Batch, BatchPart, Models, Strategy, WorkItem
 from rainband.worker.client import Client
-from rainband.worker.lifecycle import live
+from rainband.worker.lifecycle import join_train_and_save
 from rainband.worker.pulls import PullHandle
 from rainband.worker.pushes import PushHandle
 from rainband.worker.work_items import StillNeeded
@@ -202,7 +202,7 @@ class LoopCoroutine:
     def __init__(self, session: Session, wait: Callable[..., object]) -> None:
         self.session = session
         self.wait = wait
-        self.life = Steps(live(session))
+        self.steps = Steps(join_train_and_save(session))  # its errors are raised in the loop, not reported here
         self.needed: UsersTurn | None = None
         self.error: Exception | None = None  # that has ended it
         self._go_on()
@@ -223,7 +223,7 @@ class LoopCoroutine:
         if self.error is not None:
             raise self.error
         try:
-            self.needed = drive_until(self.life, self.wait, self.session, (UsersTurn,))
+            self.needed = drive_until(self.steps, self.wait, self.session, (UsersTurn,))
         except Exception as error:
             self.error = error
             raise

@@ -415,7 +415,7 @@ class TrainingLoop:
 
     @property
     def stopped(self) -> str | None:
-        """Return why the run ends early: what run.stop(...) was told, or "interrupted"; None if it does not."""
+        """Return why the run ends early: the reason given to run.stop(...), or "interrupted"; None if it does not."""
         return self.client.leases.stop_reason
 
     def _check_stop(self) -> None:

@@ -31,7 +31,7 @@ class SingleProcessLoop:
         self.batches_done = 0
         self.batches_per_pass = 0  # of the current one; 0: the loop has its own data loader
         self.plan: DataPlan | None = None
-        self.stopped: str | None = None  # the reason that run.stop(...) was told
+        self.stopped: str | None = None  # the reason given to run.stop(...)
         self.generator = torch.Generator().manual_seed(torch.initial_seed() % (1 << 63))
 
     def __enter__(self) -> SingleProcessLoop:
