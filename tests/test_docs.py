@@ -647,6 +647,14 @@ def rows_under(head: str, text: str) -> list[list[str]]:
     return [[entry.strip() for entry in line.strip("|").split("|")] for line in table.strip().splitlines()[1:]]
 
 
+def test_an_unreleased_change_is_one_line() -> None:
+    unreleased = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split("## [Unreleased]")[1].split("\n## ")[0]
+    entries = unreleased.split("Names of earlier development versions.")[0].splitlines()
+    others = [line for line in entries if line and not line.startswith(("- ", "### ")) and not line.endswith(":")]
+    assert others == [], "continue no entry on a second line"
+    assert [line for line in entries if len(line) > 160] == []
+
+
 def test_the_table_of_packages_is_that_of_the_layers() -> None:
     from tests.test_layers import LAYERS
 
