@@ -251,7 +251,9 @@ def test_a_host_runs_a_process_with_the_files_that_it_inherits(monkeypatch: pyte
     try:
         entry = "tests.test_ray_parts:leave_with_code_3"
         for _ in range(2):  # and again, after its end
-            end = msgspec.msgpack.decode(host.live(entry, job(), "rainband worker 0", 1, b"inherited"), type=HostedEnd)
+            end = msgspec.msgpack.decode(
+                host.run_process(entry, job(), "rainband worker 0", 1, b"inherited"), type=HostedEnd
+            )
             assert (end.code, end.signal) == (3, None)
     finally:
         end_of(host)
@@ -261,7 +263,7 @@ def test_a_node_with_other_versions_is_named() -> None:
     ours = own_software()
     host = RoleHost(order(msgspec.structs.replace(ours, torch="1.0")), b"")
     with pytest.raises(ValueError, match=f"torch {ours.torch} and the run's machine 1.0: install torch 1.0 on node"):
-        host.live("", job(), "", 1)
+        host.run_process("", job(), "", 1)
     end_of(host)
 
 

@@ -106,7 +106,7 @@ class ActorStarter:
             host = self.hosts[role] = self._new_host(role, host)
         token, self.num_jobs = self.num_jobs, self.num_jobs + 1
         host.token = token
-        result = host.actor.live.remote(entry, job, title, threads or 1, *(self._content(fd) for fd in fds))
+        result = host.actor.run_process.remote(entry, job, title, threads or 1, *(self._content(fd) for fd in fds))
         result.future().add_done_callback(partial(self._has_ended, token, host))
         return token
 

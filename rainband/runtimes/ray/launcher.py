@@ -32,7 +32,7 @@ from rainband.strategy import Strategy
 from rainband.tasks.load import task_names
 from rainband.transports.connect import host_and_port
 
-PLACED_WITHIN_S = 5.0  # usually; later, the user is told what is missing
+PLACED_WITHIN_S = 5.0  # usually; later, a warning names what is missing
 MOST_FAILED_STARTS = 5  # of one worker, one after the other, before it is given up
 OPEN = (
     "the Ray cluster demands no token, so anybody who reaches its ports can run programs on it. Start its nodes with "

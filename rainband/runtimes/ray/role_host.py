@@ -52,9 +52,9 @@ class HostedEnd(msgspec.Struct, frozen=True):
 
 
 class RoleHost:
-    """Starts the process of one role, again if it is told to, and ends it when the node or the driver is lost.
+    """Starts the process of one role when the launcher asks, and ends it when the node or the driver is lost.
 
-    Ray calls its methods on several threads: `live` waits while the process runs.
+    Ray calls its methods on several threads: `run_process` waits while the process runs.
     """
 
     def __init__(self, order: bytes, code: bytes) -> None:
@@ -71,7 +71,7 @@ class RoleHost:
         self.output = tempfile.TemporaryFile()  # noqa: SIM115  # of the processes; it has no name
         threading.Thread(target=self._watch, name="watch node and driver", daemon=True).start()
 
-    def live(self, entry: str, job: bytes, title: str, threads: int, *contents: bytes) -> bytes:
+    def run_process(self, entry: str, job: bytes, title: str, threads: int, *contents: bytes) -> bytes:
         """Run a process to its end, and return how it ended.
 
         `contents`: of the files that it inherits. Raises ValueError if this node cannot run it.
