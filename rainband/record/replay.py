@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf, nan, sqrt
 from pathlib import Path
@@ -215,7 +216,6 @@ class Replay:
         self.owner: dict[int, Server] = {}
         self.made: dict[tuple[int, int, int], tuple[Push, Tensor | None]] = {}  # (block, worker, sequence) -> a push
         self.actors = {index: Actor(self, index) for index in record.leases}
-        self._load()
         self.unread = Counter((block, version) for (_, _, block), version in record.reads.items())
 
     def _load(self) -> None:
@@ -233,8 +233,14 @@ class Replay:
             actor.advance()  # all have a client before the first answer arrives
 
     def run(self) -> None:
-        while self._everyone_goes_on() | self._blocks_go_on():
-            pass
+        try:
+            self._load()
+            while self._everyone_goes_on() | self._blocks_go_on():
+                pass
+        finally:
+            for actor in self.actors.values():
+                with suppress(RuntimeError):  # the strategy refuses to end
+                    actor.steps.close()
         left = sum(map(len, self.record.order.values()))
         if left and self.until == inf:
             raise ValueError(f"the record does not fit: {left} updates could not be repeated.")
