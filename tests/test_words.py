@@ -24,7 +24,7 @@ PAGES = ("README.md", "CHANGELOG.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "doc
 
 # What must not be written, as a pattern that ignores case, and what to write instead.
 BANNED = {
-    r"\bworlds?\b(?![ _-]size)": "runtime (where a run executes)",
+    r"(?<!--)\bworlds?\b(?![ _-]size)": "runtime (where a run executes)",  # --world: an old option, for hints
     r"\bbooks?\b": "batch accounting",
     r"\bthird half\b": "coordinator part",
     r"\b(workers?|servers?|coordinator|users?|other)('s|s')? hal(f|ves)\b": "part, or side",
@@ -282,6 +282,7 @@ def test_a_banned_word_in_a_source_is_noticed(source: str) -> None:
         "# so often that nobody notices",
         "moved = step(had=True)",
         "# its result: half of what moved, crossed the line",
+        "RENAMED = {'--world': '--runtime'}",
         "estimate = approximates + mature",
         '"""Return what was asked for."""',
     ],
