@@ -281,14 +281,15 @@ def test_a_run_that_cannot_be_replayed_is_not_recorded(
         replay(tmp_path / "run")
 
 
-@pytest.mark.processes
-def test_an_error_of_the_strategy_is_raised_by_the_replay(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_strategy_is_raised_by_the_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record_simulated(tmp_path / "run")
+
     async def broken(self: Downpour, worker: Worker) -> None:
         raise ValueError("not as recorded")
 
     monkeypatch.setattr(Downpour, "run", broken)
     with pytest.raises(ValueError, match="not as recorded"):
-        replay(recorded)
+        replay(tmp_path / "run")
 
 
 def test_refused_pushes_cannot_be_repeated(tmp_path: Path) -> None:
