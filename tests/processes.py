@@ -505,6 +505,9 @@ class Joined:
         path = Path(self.order.output)
         return path.read_text() if path.exists() else ""
 
+    def has_ended(self) -> bool:
+        return bool(self.run.starter.all(Exited, self.token))
+
     def ended(self) -> int | None:
         """Wait for its end; returns its exit code."""
         (exited,) = wait_for(lambda: self.run.starter.all(Exited, self.token), "the end of the joining machine")

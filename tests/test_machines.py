@@ -39,6 +39,17 @@ def listening(
         yield run
 
 
+def dripping(run: Run, found: Callable[[], bool]) -> None:
+    """Let one batch pass at a time, of any worker that is at the gate, until something is so."""
+
+    def look() -> bool:
+        if run.gate.is_dry():
+            run.gate.let(1)
+        return found()
+
+    wait_for(look, "it, with one batch at a time")
+
+
 def finished_exactly(run: Run) -> bool:
     result = run.result()
     assert (result.outcome, result.exit_code) == ("finished", 0), result.reason
@@ -65,11 +76,14 @@ def test_namespaces_are_different_machines(launcher: RunLauncher, tmp_path: Path
     assert len({*names, this_machine()}) == 3
 
 
-@pytest.mark.parametrize("strategy", ["downpour", "sync", "stale_sync", "shared"])
+@pytest.mark.parametrize(
+    "strategy", ["downpour", "shared", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sync", "stale_sync"))]
+)
 def test_a_worker_of_another_machine_joins_in_the_middle(
     launcher: RunLauncher, tmp_path: Path, machines: Machines, strategy: str
 ) -> None:
-    with listening(launcher, tmp_path, machines, strategy=strategy) as run:
+    planned = 2 if strategy == "sync" else 1  # batches of a round: with one, worker 0 would always have it
+    with listening(launcher, tmp_path, machines, strategy=strategy, planned=planned) as run:
         run.gate.let(16)
         wait_for(run.gate.is_dry, "the first batches")
         joined = run.join(machines.names[1], "--workers", "1")
@@ -130,7 +144,7 @@ def test_a_server_may_run_on_another_machine(launcher: RunLauncher, tmp_path: Pa
     assert finished_exactly(run)
 
 
-@pytest.mark.parametrize("strategy", ["downpour", "sync", "shared"])
+@pytest.mark.parametrize("strategy", ["downpour", pytest.param("sync", marks=pytest.mark.slow), "shared"])
 def test_a_machine_that_is_cut_off_returns(
     launcher: RunLauncher, tmp_path: Path, machines: Machines, strategy: str
 ) -> None:
@@ -141,9 +155,58 @@ def test_a_machine_that_is_cut_off_returns(
         run.first(events.Lost, node="worker 1")  # for more than the failure timeout
         run.gate.let(4)
         machines.restore(1)
-        run.first(events.Returned, node="worker 1")
+        dripping(run, lambda: bool(run.all(events.Returned, node="worker 1")))
         run.gate.open()
         assert joined.ended() == 0, joined.printed()
+    assert finished_exactly(run)
+
+
+@pytest.mark.parametrize("strategy", ["downpour", pytest.param("shared", marks=pytest.mark.slow)])
+def test_a_cut_that_is_shorter_than_the_failure_timeout_is_not_noticed(
+    launcher: RunLauncher, tmp_path: Path, machines: Machines, strategy: str
+) -> None:
+    with listening(launcher, tmp_path, machines, planned=2, strategy=strategy, timeout_s=30.0) as run:
+        joined = run.join(machines.names[1], "--workers", "1")
+        wait_for(lambda: run.gate.is_dry() and len(run.gate.begun()) == 2, "work for both")
+        machines.cut(1)
+        run.gate.let(2)
+        wait_for(run.gate.is_dry, "batches of which some cannot be pushed")
+        machines.restore(1)
+        run.gate.open()
+        assert joined.ended() == 0, joined.printed()
+    assert finished_exactly(run)
+    assert not run.all(events.Lost) and not run.all(events.BatchesReassigned)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["downpour", "shared"])
+def test_machines_may_come_and_go_all_the_time(
+    launcher: RunLauncher, tmp_path: Path, machines: Machines, strategy: str
+) -> None:
+    with listening(launcher, tmp_path, machines, strategy=strategy, samples=1 << 15) as run:
+        for rank in range(1, 6):
+            joined = run.join(machines.names[1], "--workers", "1")
+            run.first(events.Linked, worker=rank)
+            joined.interrupt()
+            dripping(run, joined.has_ended)
+            assert joined.ended() == 130, joined.printed()
+        run.gate.open()
+    assert finished_exactly(run)
+    assert [event.workers for event in run.all(events.MachineJoined, left="")] == [(rank,) for rank in range(1, 6)]
+
+
+@pytest.mark.slow
+def test_a_machine_that_vanishes_is_replaced(launcher: RunLauncher, tmp_path: Path, machines: Machines) -> None:
+    """Its connections stay half open: nothing tells the run that it is gone."""
+    with listening(launcher, tmp_path, machines, planned=2, strategy="shared", timeout_s=1.0) as run:
+        joined = run.join(machines.names[1], "--workers", "1")
+        wait_for(lambda: run.gate.is_dry() and len(run.gate.begun()) == 2, "work for both")
+        machines.cut(1)
+        run.first(events.Lost, node="worker 1")
+        run.gate.open()
+        run.ended()
+        machines.restore(1)
+        assert joined.ended() is not None
     assert finished_exactly(run)
 
 
