@@ -18,7 +18,7 @@ from rainband.runtimes.machines.invitation import read_invitation
 from rainband.transports.connect import connect, this_machine
 from rainband.transports.frames import pack
 from rainband.transports.hub import MAX_UNKNOWN
-from tests.machines import Machines
+from tests.machines import Machines, break_connections
 from tests.processes import DEADLINE_S, Run, RunLauncher, enter_namespace, exact, wait_for
 from tests.test_launcher import balanced
 
@@ -215,7 +215,7 @@ def test_connections_that_break_are_made_again(launcher: RunLauncher, tmp_path: 
     with listening(launcher, tmp_path, machines) as run:
         joined = run.join(machines.names[1], "--workers", "1")
         wait_for(lambda: len(run.gate.begun()) == 2, "work for both")
-        machines.break_connections(1)
+        break_connections(machines, 1)
         run.gate.let(2)  # the one that computes notices it afterwards
         run.first(events.Lost, node="worker 1")
         wait_for(lambda: len(run.all(events.Joined, node="worker 1")) == 2, "the worker to join again")

@@ -46,8 +46,8 @@ def gloo_main(job: bytes, fds: list[int]) -> None:
     _report(fds[0], seconds)
 
 
-def join_gloo(rank: int, port: int, num_ranks: int = 2) -> None:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks)
+def join_gloo(rank: int, port: int, num_ranks: int = 2, host: str = "127.0.0.1") -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://{host}:{port}", rank=rank, world_size=num_ranks)
 
 
 class SocketOrder(msgspec.Struct, frozen=True):
@@ -110,12 +110,14 @@ def _receive(sock: socket.socket, memory: memoryview) -> bool:
 
 
 class TrainOrder(msgspec.Struct, frozen=True):
-    """The order to train the MLP for some seconds in plain PyTorch, or with DDP on two ranks."""
+    """The order to train the MLP for some seconds in plain PyTorch, or with DDP."""
 
     parameters: str
     seconds: float
     rank: int = 0
     port: int = 0  # of DDP's process group; 0: plain PyTorch
+    host: str = "127.0.0.1"  # of the first rank
+    num_ranks: int = 2
 
 
 def train_main(job: bytes, fds: list[int]) -> None:
@@ -127,7 +129,7 @@ def train_main(job: bytes, fds: list[int]) -> None:
     torch.manual_seed(0)
     model: nn.Module = task.model()
     if order.port:
-        join_gloo(order.rank, order.port)
+        join_gloo(order.rank, order.port, order.num_ranks, order.host)
         model = nn.parallel.DistributedDataParallel(model)
     data = task.data()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=True)

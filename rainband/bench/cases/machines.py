@@ -1,0 +1,169 @@
+"""Training on three machines over 1 Gbit and 100 Mbit, with TLS, against DDP over gloo without; joining a run.
+
+The machines are network namespaces of this one, and share its processors: what is measured is the way over the
+network. All processes of a measurement end with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rainband.bench.baselines.data_parallel import TrainOrder
+from rainband.bench.harness.machines import Machines, NoMachines
+from rainband.bench.harness.rows import Effort, Row, at_least, at_most
+
+SIZE = "5.8M"
+MACHINES = 3
+PORT = 7070
+MAIN = "from rainband.cli.main import main; main()"
+DDP = "import sys; from rainband.bench.baselines import data_parallel as d; d.train_main(sys.stdin.buffer.read(), [1])"
+LIMIT_S = 120.0
+GBIT_BYTES = 125e6
+
+
+def run(effort: Effort) -> Iterator[Row]:
+    seconds = 15.0 if effort == "full" else 6.0
+    machines = Machines(MACHINES)
+    try:
+        machines.make()
+    except NoMachines as error:
+        print(f"bench machines is left out: {error}", file=sys.stderr)
+        return
+    try:
+        machines.limit(1000)
+        yield from _gigabit(machines, seconds)
+        machines.limit(100)
+        ddp = _ddp(machines, seconds)
+        yield Row(f"DDP/gloo, {MACHINES} machines, {SIZE}, 100 Mbit", ddp, "samples/s")
+        ours = _train(machines, seconds, ["downpour", "n_push=4", "n_fetch=4"], servers=1)
+        yield at_least("downpour n_push=4, 100 Mbit", ours.samples_per_s / ddp, 2.0, "DDP/gloo")
+    finally:
+        machines.remove()
+
+
+def _gigabit(machines: Machines, seconds: float) -> Iterator[Row]:
+    ddp = _ddp(machines, seconds)
+    yield Row(f"DDP/gloo, {MACHINES} machines, {SIZE}, 1 Gbit", ddp, "samples/s")
+    downpour = _train(machines, seconds, ["downpour"], servers=1)
+    yield Row(f"downpour, {MACHINES} machines, {SIZE}, 1 Gbit, TLS", downpour.samples_per_s, "samples/s")
+    yield at_least("downpour, 1 Gbit", downpour.sent_per_s / GBIT_BYTES, 0.85, "the link of the servers' machine")
+    yield at_least("downpour, 1 Gbit", downpour.samples_per_s / ddp, 1.0, "DDP/gloo")
+    yield at_most("from rainband join to the first work", downpour.joined_s, 3.0, "", "s")
+    shared = _train(machines, seconds, ["sync", f"--batch-size={64 * MACHINES}"], servers=0)
+    yield Row(f"sync, {MACHINES} machines, {SIZE}, 1 Gbit, TLS", shared.samples_per_s, "samples/s")
+    yield at_least("sync, 1 Gbit", shared.samples_per_s / ddp, 1.0, "DDP/gloo at the same batch")
+
+
+def _ddp(machines: Machines, seconds: float) -> float:
+    """Return the samples per second of all ranks."""
+    ranks = []
+    for rank in range(MACHINES):
+        order = TrainOrder(SIZE, seconds, rank, PORT, machines.address(0), MACHINES)
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": machines.card(rank), "OMP_NUM_THREADS": "1"}
+        ranks.append(_start(machines, rank, DDP, [], environment, subprocess.PIPE))
+        assert ranks[-1].stdin is not None
+        ranks[-1].stdin.write(msgspec.msgpack.encode(order))
+        ranks[-1].stdin.close()
+    samples = 0.0
+    for process in ranks:
+        assert process.stdout is not None
+        found = process.stdout.read()
+        process.stdout.close()
+        if process.wait() or not found:
+            raise RuntimeError("DDP over gloo failed: see its output above.")
+        samples += msgspec.msgpack.decode(found, type=list[float])[0]
+    return samples
+
+
+class Trained(msgspec.Struct, frozen=True):
+    """Measurements while workers of all machines trained."""
+
+    samples_per_s: float
+    sent_per_s: float  # bytes, by the run's machine
+    joined_s: float  # from starting the command until its worker begins to train
+
+
+def _train(machines: Machines, seconds: float, words: Sequence[str], servers: int) -> Trained:
+    """Train with a worker on each machine."""
+    with tempfile.TemporaryDirectory() as root:
+        listen = f"{machines.address(0)}:{PORT}"
+        options = ["--workers", "1", "--listen", listen, "--epochs", "100000", "--eval-every", "0", "--runs", root]
+        options += ["--servers", str(servers)] if servers else []
+        strategy, *rest = words
+        with _running(machines, 0, ["train", "mlp", strategy, f"task.parameters={SIZE}", *rest, *options]):
+            invitation = _await(lambda: next(iter(Path(root).glob("*/invite.txt")), None), "the invitation")
+            events = invitation.parent / "events.jsonl"
+            _await(lambda: _number(events, "FirstStep") or None, "the first step")
+            started = time.perf_counter()
+            with _running(machines, 1, ["join", str(invitation), "--workers", "1"]):
+                _await(lambda: _number(events, "Linked") > 1 or None, "the second machine")
+                joined_s = time.perf_counter() - started
+                with _running(machines, 2, ["join", str(invitation), "--workers", "1"]):
+                    _await(lambda: _number(events, "Linked") > 2 or None, "the third machine")
+                    time.sleep(2.0)
+                    before, sent, at = _samples(events), machines.bytes_sent(0), time.perf_counter()
+                    time.sleep(seconds)
+                    after, sent_then, until = _samples(events), machines.bytes_sent(0), time.perf_counter()
+    samples, at_s = (after[k] - before[k] for k in range(2))
+    if not at_s:
+        raise RuntimeError("the run has made no progress while it was measured.")
+    return Trained(samples / at_s, (sent_then - sent) / (until - at), joined_s)
+
+
+@contextmanager
+def _running(machines: Machines, index: int, words: Sequence[str]) -> Iterator[None]:
+    """Run a command of rainband on a machine, and end it at once afterwards."""
+    process = _start(machines, index, MAIN, words, dict(os.environ), subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        process.terminate()
+        time.sleep(0.2)
+        process.terminate()
+        try:
+            process.wait(LIMIT_S / 4)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _start(
+    machines: Machines, index: int, program: str, words: Sequence[str], environment: dict[str, str], output: int
+) -> subprocess.Popen[bytes]:
+    command = [*machines.inside(index), sys.executable, "-c", program, *words]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.DEVNULL, env=environment)
+
+
+def _await(found: Any, what: str) -> Any:
+    deadline = time.monotonic() + LIMIT_S
+    while (result := found()) is None:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{what} has not come within {LIMIT_S:g} s.")
+        time.sleep(0.01)
+    return result
+
+
+def _events(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith(b"\n")]
+
+
+def _number(path: Path, event: str) -> int:
+    return sum(one["event"] == event for one in _events(path))
+
+
+def _samples(path: Path) -> tuple[float, float]:
+    """Return the samples done at the last progress, and when that was."""
+    last = [one for one in _events(path) if one["event"] == "Progress"][-1]
+    return float(last["samples_done"]), float(last["at_s"])
