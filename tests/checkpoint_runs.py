@@ -51,8 +51,10 @@ def train(
     workers: int = 3,
     servers: int = 2,
     model: ClusterModel = MODEL,
+    stop_at_s: float | None = None,
     **more: Any,
 ) -> CheckpointRun:
+    """Run to the end, or stop it after the first event from `stop_at_s` on, as Ctrl-C does."""
     directory.mkdir(parents=True)
     config = RunConfig(
         task="given",
@@ -66,5 +68,14 @@ def train(
         **more,
     )
     seen: list[events.AnyEvent] = []
-    result = sim.run(config, seen.append, model=model, task=task)
+
+    def view(event: events.AnyEvent) -> None:
+        is_first = (
+            stop_at_s is not None and all(earlier.at_s < stop_at_s for earlier in seen) and event.at_s >= stop_at_s
+        )
+        seen.append(event)
+        if is_first:
+            raise KeyboardInterrupt
+
+    result = sim.run(config, view, model=model, task=task)
     return CheckpointRun(directory, result, seen)

@@ -323,3 +323,37 @@ def test_what_is_being_written_is_not_cleaned_up(tmp_path: Path) -> None:
         store.make_folder(name)
     commit.prune(store, keep=1, busy="step-0000000008")
     assert store.names() == ["step-0000000008.partial"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings", "servers", "exact"),
+    [
+        ("downpour", {"optimizer": "sgd", "lr": 0.5}, 2, True),
+        (
+            "soft_sync",
+            {"optimizer": "sgd", "lr": 0.5},
+            2,
+            False,
+        ),  # the last gradients before the stop weigh differently
+        ("sync", {"optimizer": "adam", "batch_per_worker": True}, 2, True),
+        ("sync", {"optimizer": "adam"}, 0, True),
+        ("single", {"optimizer": "adam"}, 0, True),
+        ("averaging", {"optimizer": "sgd", "period": 2}, 0, False),
+    ],
+    ids=str,
+)
+def test_a_run_that_was_stopped_has_a_checkpoint_of_that_moment(
+    tmp_path: Path, strategy: str, settings: dict[str, Any], servers: int, exact: bool
+) -> None:
+    workers = 1 if strategy == "single" else 3
+    more: dict[str, Any] = {"workers": workers, "servers": servers, "parts": "equal"}
+    whole = train(tmp_path / "whole", strategy, settings, LARGER_BATCHES, **more)
+    before = train(tmp_path / "a", strategy, settings, LARGER_BATCHES, stop_at_s=9.0, checkpoint_every_s=1e6, **more)
+    assert (before.result.outcome, before.result.exit_code) == ("stopped", 75)
+    [checkpoint] = before.checkpoints
+    done = before.result.accounting["applied"]
+    assert 0 < done < 96 and done - opened(checkpoint).manifest.step in range(3)  # of an open round
+    after = train(tmp_path / "b", strategy, settings, LARGER_BATCHES, resume_from=checkpoint, **more)
+    assert after.result.outcome == "finished" and after.result.accounting["applied"] == 96
+    if exact:
+        assert torch.equal(after.parameters["weight"], whole.parameters["weight"])
