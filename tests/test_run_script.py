@@ -269,6 +269,20 @@ def test_an_error_in_the_script_fails_the_run_and_is_shown(
 
 
 @pytest.mark.processes
+def test_a_loop_that_was_stopped_continues_with_the_updates_of_one_that_was_not(
+    launcher: RunLauncher, tmp_path: Path
+) -> None:
+    words = ["--workers", "2", "--parts", "equal"]
+    whole = Told(launcher, tmp_path, [*words, "train.py"])
+    stop = "if (epoch, run.where.batch) == (1, 6): run.stop('enough')"  # in the middle of the second of two passes
+    stopped = Told(launcher, tmp_path, [*words, "train.py"], inside=stop)
+    assert stopped.json["outcome"] == "stopped" and stopped.json["checkpoint"], stopped.err
+    after = Told(launcher, tmp_path, ["--resume", stopped.json["directory"], *words, "train.py"])
+    assert after.exit_code == 0, after.err
+    assert after.sums == whole.sums != stopped.sums
+
+
+@pytest.mark.processes
 @default_and_downpour
 def test_a_loop_without_end_is_stopped_by_one_worker(
     launcher: RunLauncher, strategy: list[str], tmp_path: Path
