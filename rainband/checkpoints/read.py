@@ -60,7 +60,7 @@ class Checkpoint:
                 self._described(name), f"it has {found:,} bytes instead of {num_bytes:,}: it is truncated or changed"
             )
 
-        def read(first: int, number: int) -> bytes:
+        def read(first: int, number: int) -> bytes | bytearray:
             try:
                 return self.store.read(path, first, number)
             except OSError as error:
@@ -87,7 +87,7 @@ def _manifest(store: Store, name: str) -> Manifest:
         data = store.read(path, 0, size)
     except OSError:
         raise BadCheckpoint(described, "it is missing, so the checkpoint is not complete") from None
-    manifest = decode_manifest(data, described)
+    manifest = decode_manifest(bytes(data), described)
     if (step_of(name) or 0) > manifest.step:  # behind a URL, the name is that of the step at which it began
         raise BadCheckpoint(described, f"it is that of step {manifest.step}, before the one in its name")
     return manifest

@@ -36,7 +36,7 @@ class Store(Protocol):
     def size(self, path: str) -> int:
         """Return the bytes of a file; raise OSError if there is none."""
 
-    def read(self, path: str, first: int, number: int) -> bytes:
+    def read(self, path: str, first: int, number: int) -> bytes | bytearray:
         """Read a part of a file; at its end, fewer bytes."""
 
     def describe(self, path: str = "") -> str:
@@ -85,14 +85,15 @@ class LocalStore:
     def size(self, path: str) -> int:
         return (self.root / path).stat().st_size
 
-    def read(self, path: str, first: int, number: int) -> bytes:
+    def read(self, path: str, first: int, number: int) -> bytearray:
         with (self.root / path).open("rb", buffering=0) as file:
             file.seek(first)
-            parts, left = [], number
-            while left and (part := file.read(left)):
-                parts.append(part)
-                left -= len(part)
-            return parts[0] if len(parts) == 1 else b"".join(parts)
+            found, memory = 0, bytearray(max(0, min(number, os.fstat(file.fileno()).st_size - first)))
+            with memoryview(memory) as view:
+                while found < len(memory) and (more := file.readinto(view[found:])):
+                    found += more
+            del memory[found:]
+            return memory
 
     def describe(self, path: str = "") -> str:
         return str(self.root / path)

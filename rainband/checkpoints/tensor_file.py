@@ -127,7 +127,8 @@ class TensorFile:
         if entry is None:
             raise self._bad(f"it has no tensor {name!r}")
         first = len(self.header) + entry.data_offsets[0]
-        body = bytearray(self._read(first, entry.num_bytes)) if entry.num_bytes else bytearray()
+        found = self._read(first, entry.num_bytes) if entry.num_bytes else bytearray()
+        body = found if isinstance(found, bytearray) else bytearray(found)  # a tensor needs memory it may write to
         if len(body) != entry.num_bytes:
             raise self._bad(f"tensor {name!r} has {len(body):,} bytes instead of {entry.num_bytes:,}: it is truncated")
         if name in self.hashes and hash_of(body) != self.hashes[name]:
