@@ -396,4 +396,4 @@ def be_server(job: bytes, fds: list[int]) -> None:
 
 def _own_fds(order: Job, fds: list[int]) -> list[int]:
     """Return the inherited files that are not those of the job: see `Job`."""
-    return fds[: len(fds) - order.memory - order.round_files - (order.door is not None)]
+    return fds[: len(fds) - order.memory - order.group_files - order.round_files - (order.door is not None)]

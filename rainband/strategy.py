@@ -49,6 +49,7 @@ class Requirements:
     coordinated: bool = False  # coordinate() runs on the coordinator, and decides how often the data is used
     shared_memory: bool = False  # all workers write to one copy of the parameters, on one machine
     split_batches: bool = False  # workers share each batch (`worker.parts`, `worker.mean`)
+    algorithm: str = ""  # of the all-reduce by which workers that share batches average; empty: each reads all others
     local_steps: bool = False  # workers train models of their own, and average them in rounds (`worker.models`)
     whole_model: bool = False  # a worker must hold the whole model: no stages
     stages: StageVersions | None = None  # a pipeline whose stages step by themselves, with these weight versions

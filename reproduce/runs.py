@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rainband.plugins import load_strategy
 from rainband.protocol import events
 from rainband.runtimes.config import RunConfig, SimSettings
 from rainband.runtimes.simulation import run as sim
+from rainband.runtimes.simulation.models.cluster_model import ClusterModel, compute_model
+from rainband.runtimes.simulation.models.network import NetworkModel
 from rainband.runtimes.simulation.run import SimulatedResult
 
 FIGURES = Path(__file__).parent / "figures"
@@ -64,17 +67,20 @@ def simulate(
     batch_size: int | None = None,
     epochs: int | None = None,
     steps: int | None = None,
+    network: dict[str, float] | None = None,
     **settings: Any,
 ) -> Done:
     """Simulate training; with `steps`, simulate the timing of messages only, without gradients."""
     seen: list[events.AnyEvent] = []
+    has_servers = load_strategy(strategy, settings).requires.servers
+    model = ClusterModel(NetworkModel(**network), compute_model(compute or {})) if network else None  # type: ignore[arg-type]
     with tempfile.TemporaryDirectory() as folder:
         config = RunConfig(
             task=task,
             strategy=strategy,
             strategy_settings=settings,
             num_workers=workers,
-            num_servers=1,
+            num_servers=int(has_servers),
             runtime="sim",
             seed=seed,
             batch_size=batch_size,
@@ -83,7 +89,7 @@ def simulate(
             failure_timeout_s=1000.0,
             sim=SimSettings(compute=compute or {}, time_only=steps is not None, steps=steps),
         )
-        result = sim.run(config, seen.append)
+        result = sim.run(config, seen.append, model=model)
     progress = [event for event in seen if isinstance(event, events.Progress)]
     losses = [(event.at_s, event.loss) for event in progress if event.loss is not None]
     staleness = [(event.batches_done / event.batches, event.staleness_mean) for event in progress]
@@ -94,6 +100,13 @@ def simulate(
 def over_seeds(seeds: Iterable[int], one: Callable[[int], float]) -> tuple[float, float]:
     """Return the mean and the standard deviation of one number over seeds."""
     return mean_and_spread([one(seed) for seed in seeds])
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean of some runs, and half the width of its 95 % confidence interval (Student's t)."""
+    t = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 10: 2.26, 12: 2.20, 16: 2.13}
+    nearest = max(number for number in t if number <= len(values))
+    return statistics.fmean(values), t[nearest] * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
@@ -107,9 +120,9 @@ def report(claim: str, found: str, holds: bool) -> None:
     print(f"claim   {claim}\nfound   {found}\n{'holds' if holds else 'MISSED'}\n")
 
 
-def arguments(name: str, about: str | None) -> argparse.Namespace:
+def arguments(name: str, about: str | None, seeds: int = 3) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"python -m reproduce.{name}", description=(about or "").split("\n\n")[0])
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each kind (default 3)")
+    parser.add_argument("--seeds", type=int, default=seeds, help=f"runs of each kind (default {seeds})")
     parser.add_argument("--figure", type=Path, default=FIGURES / f"{name}.png", help="where to draw")
     return parser.parse_args()
 

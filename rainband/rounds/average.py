@@ -22,6 +22,9 @@ class Contribution(NamedTuple):
     tensors: Sequence[Tensor]
 
 
+Average = Callable[[list[Tensor | None], int, Sequence[Contribution]], float]  # does what `average` does
+
+
 def given_by(
     ranks: Sequence[int], weights: Floats, masks: Sequence[bytes], areas: Sequence[Sequence[Tensor]]
 ) -> list[Contribution]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rainband.errors import StateLost
-from rainband.rounds.average import Floats, Row, average, given_by, mask_of
+from rainband.rounds.average import Average, Floats, Row, average, given_by, mask_of
 from rainband.rounds.board import Asking, Board, Condition, RoundEntry
 from rainband.rounds.cut import MIN_SAMPLES, by_member, cut_each, each_twice, part_sizes
 from rainband.rounds.exchange import Outcome, Part, RoundId, StateHolder
@@ -64,6 +64,7 @@ class RoundMember:
         self.equal_parts = equal_parts
         self.whole_batches = whole_batches
         self.trial_rounds = trial_rounds  # of a run that this member begins
+        self.average: Average = average
         self.life = 0
         self.is_in = False
         self.count = -1  # no state yet
@@ -241,7 +242,7 @@ class RoundMember:
         areas = [self.board.tensors(q, self._slot_of(q, target)) for q in given]
         contributions = given_by(given, weights, [headers[q].present for q in given], areas)
         yield None
-        total = average(tensors, self.rank, contributions)
+        total = self.average(tensors, self.rank, contributions)
         yield None
         if self._is_excluded():  # nobody waited for this member, so areas may have changed while it read them
             self._go_out()

@@ -102,7 +102,7 @@ class Door(msgspec.Struct, frozen=True, kw_only=True):
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """One process of a run, and the keys with which it authenticates. It is never written to a file.
 
-    The files that it inherits are, at the end: `memory`, `round_files`, the socket of `door`.
+    The files that it inherits are, at the end: `memory`, `group_files`, `round_files`, the socket of `door`.
     """
 
     role: str
@@ -116,6 +116,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     remote: bool = False  # that is not the machine of the run, which has the run's directory
     door: Door | None = None  # where a server accepts connections from other machines
     memory: bool = False  # the last inherited file is the memory for the parameters of all workers
+    group_files: int = 0  # number of files for all-reduces, which come before those
     round_files: int = 0  # number of files for rounds of split batches, which are the last inherited ones
 
 

@@ -349,6 +349,8 @@ def _check_machines(options: RunOptions, name: str, requires: Requirements, size
         why = "a simulation has no other machines"
     elif not (requires.servers or requires.in_rounds) or requires.max_replicas is not None:
         why = f"{name} works on one machine only; choose downpour or sync"
+    elif requires.algorithm:
+        why = f"{name} sums gradients in memory that workers of one machine share; choose sync"
     elif size > 1:
         why = f"the workers of {opt('stages')} must be on one machine"
     elif options.get("record") or options.get("transport") == "shm":

@@ -38,6 +38,7 @@ from rainband.runtimes.run import RunResult as RunResult
 from rainband.runtimes.run_directory import OutputLog, calendar_time
 from rainband.strategy import Strategy
 from rainband.transports.auth import new_run_id, new_secret, role_keys
+from rainband.transports.collectives.memory import GroupMemory
 from rainband.transports.connect import listen_unix, this_machine
 from rainband.transports.connection import Connection
 from rainband.transports.coordinator_link import MAX_BODY_BYTES
@@ -114,6 +115,7 @@ class Launcher(Run):
         one_memory = strategy.requires.shared_memory
         self.memory = SharedSegment.reserve("rainband memory") if one_memory else None  # the parameters of all workers
         self.rounds = self._make_rounds() if strategy.requires.in_rounds else None
+        self.group = GroupMemory(config.num_workers) if strategy.requires.algorithm else None
         hogwild_server = HogwildServer(self._make_room) if one_memory else None
         settings = msgspec.structs.replace(self.settings, num_servers=1) if hogwild_server else self.settings
         self.coordinator = Coordinator(settings, strategy)
@@ -180,8 +182,9 @@ class Launcher(Run):
             self.zygote.close(0.0 if self.interrupts > 1 else GRACE_S)
             if self.memory is not None:
                 os.close(self.memory)
-            if self.rounds is not None:
-                self.rounds.close()
+            for memory in (self.rounds, self.group):
+                if memory is not None:
+                    memory.close()
             for unfinished in self.directory.glob("*.part"):  # of a process that ended while it saved
                 unfinished.unlink()
         self.save_rescued(self.coordinator)
@@ -217,10 +220,12 @@ class Launcher(Run):
             coordinator=address,
             config=msgspec.structs.replace(self.config, directory=str(self.directory)),
             memory=self.memory is not None,
+            group_files=0 if self.group is None else len(self.group.fds),
             round_files=0 if self.rounds is None else len(self.rounds.fds),
         )
         title = f"rainband {role} {index}"
         fds = self.fds if self.memory is None else [*self.fds, self.memory]
+        fds = fds if self.group is None else [*fds, *self.group.fds]
         fds = fds if self.rounds is None else [*fds, *self.rounds.fds]
         if self.machines is not None and door is not None:
             fds = [*fds, self.machines.doors.socks[index + 1].fileno()]
@@ -319,6 +324,8 @@ class Launcher(Run):
                 self.causes[peer] = how_it_ended(event)
                 if self.rounds is not None and peer.role == "worker":
                     self.rounds.exclude(peer.index)  # its process was reaped, so it writes no more
+                    if self.group is not None:
+                        self.group.exclude(peer.index)
                 ended.append(peer)
         return ended
 
@@ -341,7 +348,9 @@ class Launcher(Run):
             if worker is None or worker.paused:  # a paused worker has excluded itself
                 continue
             if worker.connected and not worker.active:
-                fence(self.rounds, peer.index, self.zygote, token)
+                fenced = fence(self.rounds, peer.index, self.zygote, token)
+                if fenced and self.group is not None:
+                    self.group.exclude(peer.index)
         if self.machines is not None:
             for rank, worker in workers.items():
                 if rank not in self.settings.local_ranks and not worker.active and not worker.paused:

@@ -104,6 +104,7 @@ class WorkerLink:
         self.joined = False  # a custom training loop uses it
         self.left = False  # and has ended
         self.file_home: Path | None = None  # the saved model, which belongs on another machine
+        self.group_files: Sequence[int] = ()  # the same for all-reduces
         self.round_files: Sequence[int] = ()  # inherited files for rounds of split batches
         self.background = BackgroundThread()  # writes checkpoints
         self.asked_rank = False  # the script has asked for this worker's rank, so it may shard its own data

@@ -27,6 +27,7 @@ def work(job: Job, fds: list[int], task: Task | None = None, strategy: Strategy 
     if job.config.stage_plan is None:
         process = WorkerProcess(job, task, strategy, memory=fds[-1] if job.memory else None)
         process.round_files = fds[len(fds) - job.round_files :]
+        process.group_files = fds[len(fds) - job.round_files - job.group_files : len(fds) - job.round_files]
     else:
         process = StageProcess(job, task, strategy)
     try:

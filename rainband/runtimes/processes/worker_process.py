@@ -29,6 +29,8 @@ from rainband.runtimes.processes.worker_link import WorkerLink
 from rainband.strategy import Strategy
 from rainband.tasks.load import load_task
 from rainband.tasks.task import Data, Task, fingerprint, parameter_groups
+from rainband.transports.collectives.average import GroupAverage
+from rainband.transports.collectives.shared import SharedGroup
 from rainband.transports.shared_rounds import SharedBoard
 from rainband.worker.lifecycle import run_worker
 from rainband.worker.periodic_eval import PeriodicEval
@@ -88,7 +90,12 @@ class WorkerProcess(WorkerLink):
         self.session.before_step = self._before_step(worker)
         if self.session.strategy.requires.in_rounds:
             board = SharedBoard(self.round_files, self.index, examples(worker))
-            worker.enter_rounds(self.session.strategy.requires, board, time.monotonic, self.config.equal_parts)
+            requires = self.session.strategy.requires
+            worker.enter_rounds(requires, board, time.monotonic, self.config.equal_parts)
+            if requires.algorithm and worker.shared_batches is not None:
+                timeout_s = self.config.failure_timeout_s
+                group = SharedGroup(self.group_files, self.index, on_lost="continue", timeout_s=timeout_s)
+                worker.shared_batches.member.average = GroupAverage(group, requires.algorithm)
 
     def _before_step(self, worker: ModuleWorker) -> Callable[[], None] | None:
         measuring = self._measuring(worker)

@@ -121,7 +121,11 @@ class SimulatedCluster:
         self.restarts = 0  # of the coordinator, that are still to come
         num_bytes = sum(vector.numel * ITEM_BYTES[vector.dtype] for vector in scenario.join.layout.vectors)
         in_rounds = scenario.strategy.requires.in_rounds
-        self.rounds = SimulatedRounds(self, settings.num_workers, num_bytes) if in_rounds else None
+        self.rounds = (
+            SimulatedRounds(self, settings.num_workers, num_bytes, scenario.strategy.requires.algorithm)
+            if in_rounds
+            else None
+        )
 
     def start(self) -> None:
         if self.scenario.aggregated:

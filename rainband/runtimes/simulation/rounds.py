@@ -7,8 +7,9 @@ others, receives theirs, and does the same with the sums:
 
 after the last member has begun it. A member that reads the tensors of d neighbors only takes latency + d bytes /
 bandwidth. On one machine (`shared_memory`) a member copies its tensors, and reads those of the others. A state that is
-given to others takes latency + bytes / bandwidth, once for all of them. Jitter, and messages of others on the same
-network cards, are left out. The optimizer's step is part of the time of a gradient.
+given to others takes latency + bytes / bandwidth, once for all of them. With an all-reduce algorithm, its table is
+priced instead (collectives/cost.py). Jitter, and messages of others on the same network cards, are left out. The
+optimizer's step is part of the time of a gradient.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from rainband.collectives.cost import LinkCosts, choose, predict_s
+from rainband.collectives.group import Call, table_of
 from rainband.rounds.board import Asking, LocalBoard, RoundEntry, SharedMemory
 from rainband.rounds.view import BATCH_BITS, K_BITS, Header
 from rainband.runtimes.simulation.models.cluster_model import ClusterModel
@@ -45,6 +48,14 @@ def exchange_s(model: ClusterModel, num_bytes: int, members: int) -> float:
     return 2 * (latency_s + (members - 1) / members * num_bytes / bytes_per_s)
 
 
+def costs_of(model: ClusterModel, members: int) -> LinkCosts:
+    """Return what messages of an all-reduce cost: in memory, or on the network, where each member has its own core."""
+    nodes, network = model.nodes, model.network
+    if nodes.shared_memory:
+        return LinkCosts(nodes.message_s, 1 / nodes.pull_bytes_per_s, 0.0, nodes.cores or members)
+    return LinkCosts(network.latency_s, 1 / network.bytes_per_s, 0.0, members)
+
+
 def mixing_s(model: ClusterModel, num_bytes: int, sources: int) -> float:
     """Return the seconds in which a member gives its tensors to some others, and receives theirs."""
     nodes, network = model.nodes, model.network
@@ -56,10 +67,12 @@ def mixing_s(model: ClusterModel, num_bytes: int, sources: int) -> float:
 class SimulatedRounds:
     """The shared memory of a simulated run. As the launcher of a real one, it excludes workers that are lost."""
 
-    def __init__(self, cluster: SimulatedCluster, num_ranks: int, num_bytes: int) -> None:
+    def __init__(self, cluster: SimulatedCluster, num_ranks: int, num_bytes: int, algorithm: str = "") -> None:
+        """`algorithm`: of the all-reduce, with the default settings; empty: see above."""
         self.cluster = cluster
         self.num_ranks = num_ranks
         self.num_bytes = num_bytes  # of the parameters
+        self.algorithm = algorithm
         self.memory: SharedMemory | None = None
         self.saver: WorkerNode | None = None  # the last one that began to save the model
         self.excluded_early: set[int] = set()  # before the first worker had joined
@@ -75,6 +88,15 @@ class SimulatedRounds:
             if len(self.memory.words) <= node.peer.index:
                 self.memory.exclude(len(self.memory.words) - 1)  # nobody waits for one that may never start
         return SimulatedBoard(self, self.memory, node)
+
+    def exchange_s(self, num_bytes: int, members: int) -> float:
+        """Return the seconds of an exchange among all members."""
+        model = self.cluster.model
+        if not self.algorithm or members < 2 or not num_bytes:
+            return exchange_s(model, num_bytes, members)
+        costs = costs_of(model, members)
+        name = choose(members, num_bytes, costs) if self.algorithm == "auto" else self.algorithm
+        return predict_s(table_of(members, Call("all_reduce", name)), num_bytes, costs)
 
     def exclude(self, rank: int) -> None:
         """Exclude a worker that has ended, or is stopped."""
@@ -140,7 +162,7 @@ class SimulatedBoard(LocalBoard):
         self.own.published[slot] = position
         model, members = self.rounds.cluster.model, self.rounds.members()
         num_bytes = self._num_bytes(slot, header) if header.kind == "mean" else 0
-        exchanges = exchange_s(model, num_bytes, members)
+        exchanges = self.rounds.exchange_s(num_bytes, members)
         self._send(position, exchanges if header.sources < 0 else mixing_s(model, num_bytes, header.sources))
 
     def _num_bytes(self, slot: int, header: Header) -> int:
