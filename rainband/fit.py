@@ -325,8 +325,8 @@ def _named(thing: Any, family: str) -> tuple[str, dict[str, Any]]:
     settings = as_plain(thing)
     if len(settings) < len(as_dict(thing)):
         return "", {}
-    inside, _, name = kind.__module__.rpartition(".")
-    return (name if inside == family else f"{kind.__module__}:{kind.__name__}"), settings
+    built_in = kind.__module__.startswith(f"{family}.")  # its file may be in a sub-folder
+    return (kind.__module__.rpartition(".")[2] if built_in else f"{kind.__module__}:{kind.__name__}"), settings
 
 
 def _can_be_imported(kind: type) -> bool:

@@ -14,9 +14,9 @@ PERIODS = (1, 4, 16, 64)
 Point = tuple[float, float, float]
 
 
-def errors(strategy: str, seeds: range, **settings: object) -> list[float]:
+def errors(strategy: str, seeds: range, workers: int = WORKERS, **settings: object) -> list[float]:
     return [
-        simulate("digits", strategy, WORKERS, seed, batch_size=BATCH_SIZE, epochs=EPOCHS, lr=LR, **settings).error
+        simulate("digits", strategy, workers, seed, batch_size=BATCH_SIZE, epochs=EPOCHS, lr=LR, **settings).error
         for seed in seeds
     ]
 
@@ -25,7 +25,7 @@ def main() -> None:
     asked = arguments("averaging_period", __doc__, seeds=8)
     seeds = range(asked.seeds)
     control = errors("sync", seeds, batch_per_worker=True)
-    alone = errors("sync", seeds)
+    alone = errors("single", seeds, workers=1)
     found: dict[str, dict[int, list[float]]] = {"averaging": {}, "block_momentum": {}}
     for strategy, by_period in found.items():
         for period in PERIODS:

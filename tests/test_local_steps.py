@@ -17,6 +17,8 @@ import rainband
 import rainband.worker.model_rounds as model_rounds
 from rainband.plugins import load_strategy
 from rainband.protocol import events
+from rainband.runtimes.simulation.oracle.check import check
+from rainband.runtimes.simulation.oracle.scenarios import random_case
 from rainband.strategies.averaging.adaptive_period import AdaptivePeriod
 from rainband.strategies.averaging.averaging import Averaging
 from rainband.strategies.averaging.block_momentum import BlockMomentum
@@ -436,3 +438,33 @@ class TooEarly(Averaging):
 def test_a_mean_before_the_steps_is_refused(tmp_path: Path) -> None:
     with pytest.raises(rainband.errors.RainbandError, match="process the batches of a round before its first"):
         fitted(TASK, TooEarly(), tmp_path)
+
+
+# ---- fuzzed ----
+
+
+@pytest.mark.parametrize("kind", ["averaging", "gossip"])
+def test_random_faults_lose_no_batch(kind: str) -> None:
+    for seed in range(12):
+        assert check(random_case(seed, kind)).violations == []
+
+
+def lost_batches_are_done(rounds: model_rounds.ModelRounds) -> None:
+    close(rounds)
+    rounds.done += len(rounds.lost)
+    rounds.lost = []
+
+
+def test_the_fuzzer_notices_batches_that_count_without_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_rounds.ModelRounds, "close", lost_batches_are_done)
+    assert any(check(random_case(seed, "averaging")).violations for seed in range(20))
+
+
+def test_optimizers_of_whole_matrices_work_and_closures_are_refused(tmp_path: Path) -> None:
+    matrices = Averaging(optimizer="torch.optim:Adafactor", lr=0.1, period=2)
+    result = fitted(TASK, matrices, tmp_path, 2)
+    assert result.accounting.applied == 48
+    with pytest.raises(ValueError, match="LBFGS cannot run with averaging"):
+        fitted(TASK, Averaging(optimizer="torch.optim:LBFGS", lr=0.1), tmp_path, 2)
+    with pytest.raises(ValueError, match="or a strategy whose workers run it, such as sync or averaging"):
+        fitted(TASK, rainband.Downpour(optimizer="torch.optim:Adafactor"), tmp_path, 2)

@@ -231,7 +231,7 @@ def resolve(
 
 def _check_optimizer(name: str, strategy: Strategy, num_replicas: int) -> None:
     """Raise if servers or workers cannot run the strategy's optimizer; the built-in optimizers run on both."""
-    part = strategy.server(num_replicas)
+    part = strategy.server(num_replicas) if strategy.requires.optimizer == "servers" else None
     spec = part.optimizer if isinstance(part, ServerPart) else None
     if spec is None and isinstance(strategy, OptimizerSettings):
         spec = strategy.spec()
@@ -246,7 +246,7 @@ def _check_optimizer(name: str, strategy: Strategy, num_replicas: int) -> None:
     if part is not None and (reason := blockwise_obstacle(spec)):
         raise OptionError(
             f"{kind} cannot run block by block on the servers of {name}: {reason}. Use an element-wise optimizer, "
-            f"such as {' or '.join(ELEMENT_WISE)}."
+            f"such as {' or '.join(ELEMENT_WISE)}, or a strategy whose workers run it, such as sync or averaging."
         )
 
 

@@ -27,7 +27,7 @@ from rainband.runtimes.simulation.models.faults import shrink
 from rainband.runtimes.simulation.models.network import NetworkModel
 from rainband.runtimes.simulation.models.trace import Trace
 from rainband.runtimes.simulation.oracle.ledger import Ledger
-from rainband.runtimes.simulation.oracle.scenarios import LR, SHARED, TASK, TIMEOUT_S, Case, setup_of
+from rainband.runtimes.simulation.oracle.scenarios import IN_ROUNDS, LR, SHARED, TASK, TIMEOUT_S, Case, setup_of
 
 LIMIT_S = 600.0  # of virtual time: a longer run makes no progress
 MODEL = ClusterModel(
@@ -194,6 +194,10 @@ class RunCheck:
                 expected = SHARED.after(LR)
                 same = torch.allclose(got, expected, rtol=1e-5)
                 return [] if same else [f"the parameters differ: {got - expected}"]
+            case "averaged":
+                most, least = -SHARED.after(LR), -SHARED.after(LR / len(self.cluster.workers))
+                within = ((-got <= most * 1.001) & (-got >= least * 0.999)).all()
+                return [] if within else [f"the parameters are not sums of all batches: {got} beyond {least} to {most}"]
             case "rounds":
                 expected = TASK.after(LR / self.case.num_workers)  # a round is the mean of its batches
             case "corrected":
@@ -213,7 +217,7 @@ class RunCheck:
             for index, block in self.ledger.blocks.items()
             if block.rule.buffered and self.case.known not in ("rounds", "first")  # rounds are whole, or not applied
         ]
-        if buffered or self.case.known in ("coordinated", "corrected"):
+        if buffered or self.case.known in ("coordinated", "corrected", "averaged"):
             return buffered
         got = parameters(self.cluster)[: TASK.dimension]
         if self.case.known == "shared":
@@ -269,10 +273,10 @@ class RunCheck:
 
     def _state_lost(self) -> bool:
         """Return True if all workers that shared batches were killed, so that those started later find no state."""
-        if self.case.known != "shared" or not self.fault_injector.deaths:
+        if self.case.known not in IN_ROUNDS or not self.fault_injector.deaths:
             return False
         workers = [getattr(node.session, "worker", None) for node in self.cluster.workers.values() if node.alive]
-        return not any(worker.shared_batches.member.count >= 0 for worker in workers if worker is not None)
+        return not any(worker.rounds.member.count >= 0 for worker in workers if worker is not None)
 
     def _members_alive(self) -> bool:
         """Return True if the coordinator could reach a worker; one that joined at the very end does not count."""

@@ -98,7 +98,7 @@ class Ledger(Observer):
 
     def computing(self, worker: ModuleWorker, batch: Batch) -> None:
         """Check that the worker's parameters are those of the versions that it read."""
-        if worker.shared_batches is not None:
+        if worker.rounds is not None:
             return  # it reads nothing: see `averaged`
         client, plan, exactly = worker.client, worker.plan, -1
         if plan.items_per_round:

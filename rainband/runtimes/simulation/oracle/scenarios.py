@@ -35,7 +35,7 @@ BOWL = Quadratic(dimension=48, samples=24, batch_size=2, epochs=1, condition=4.0
 PLAIN = {"optimizer": "sgd", "lr": LR}
 STRENGTH = 1 / 64  # of the delay compensation
 
-Known = Literal["sum", "shared", "rounds", "first", "gathered", "corrected", "coordinated"]
+Known = Literal["sum", "shared", "averaged", "rounds", "first", "gathered", "corrected", "coordinated"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class FuzzedStrategy:
 
     sum          every gradient has the same weight: the parameters are known to the last bit
     shared       workers share each batch: the updates of one process, up to rounding
+    averaged     workers average models: each batch counts as much as one of K models does, or more without lost ones
     rounds       each update is the mean of a round
     first        the same without the late gradients of a round; every batch is in a round or skipped
     gathered     each update is divided by the number of its gradients, which follows the number of workers
@@ -86,6 +87,7 @@ def _full_batch(name: str) -> FuzzedStrategy:
 
 
 # The 16 batches must be whole rounds; with one backup worker, a round needs another one.
+IN_ROUNDS = ("shared", "averaged")  # of workers, without servers
 NUM_WORKERS: dict[Known, tuple[int, ...]] = {"rounds": (1, 2, 4), "first": (2, 4)}
 
 KINDS: dict[str, FuzzedStrategy] = {
@@ -94,6 +96,8 @@ KINDS: dict[str, FuzzedStrategy] = {
     "corrected": _kind("downpour", "corrected", compensation=STRENGTH),
     "ragged": FuzzedStrategy(Ragged),
     "sync": _kind("sync", "shared"),
+    "averaging": _kind("averaging", "averaged", period=2),
+    "gossip": _kind("gossip", "averaged"),
     "per_worker": _kind("sync", "rounds", batch_per_worker=True),
     "backup": _kind("sync", "first", batch_per_worker=True, backup_workers=1),
     "stale_sync": _kind("stale_sync", bound=1),
@@ -132,12 +136,12 @@ def random_case(seed: int, strategy: str | None = None) -> Case:
         most=random.choice((5, 5, 10)),
         servers_die=random.random() < 0.3,
         coordinator_returns=KINDS[name].known == "coordinated",
-        shared_batches=KINDS[name].known == "shared",
+        shared_batches=KINDS[name].known in IN_ROUNDS,
         stops=Random(f"stop {seed}").random() < 0.2,
         raises=Random(f"raise {seed}").random() < 0.1,
     )
     script = random_script(random, num_workers, num_servers, chances)
-    if KINDS[name].known == "shared":
+    if KINDS[name].known in IN_ROUNDS:
         num_servers = 0  # faults of servers strike nobody
     return Case(seed, name, num_workers, num_servers, script)
 
@@ -148,7 +152,7 @@ class CaseSetup:
     def __init__(self, strategy: str) -> None:
         kind = KINDS[strategy]
         self.strategy = kind.make()
-        self.task = BOWL if kind.known == "coordinated" else SHARED if kind.known == "shared" else TASK
+        self.task = BOWL if kind.known == "coordinated" else SHARED if kind.known in IN_ROUNDS else TASK
         self.data = self.task.data()
         model = self.task.model().double() if kind.known == "coordinated" else self.task.model()
         flat = Flat(model)
