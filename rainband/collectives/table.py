@@ -46,7 +46,7 @@ class MoveTable:
     owners: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        assert self.operation == "all_reduce" or len(self.owners) == self.num_parts, "every part has an owner"
+        assert len(self.owners) in (0, self.num_parts), "every part has an owner, or none has"
 
     @property
     def num_steps(self) -> int:
