@@ -77,10 +77,12 @@ class OneHot:
 # ---- averaging ----
 
 
+@pytest.mark.parametrize("samples", [96, 103])  # of 103, an epoch ends with a shorter round and a shorter batch
 @pytest.mark.parametrize("workers", [2, 4])
-def test_a_period_of_one_is_sync_with_a_batch_for_each_worker(workers: int, tmp_path: Path) -> None:
-    averaged = fitted(TASK, Averaging(period=1, lr=0.3), tmp_path, workers)
-    synchronous = fitted(TASK, Sync(batch_per_worker=True, lr=0.3), tmp_path, workers, servers=1)
+def test_a_period_of_one_is_sync_with_a_batch_for_each_worker(workers: int, samples: int, tmp_path: Path) -> None:
+    task = Quadratic(dimension=5, samples=samples, batch_size=4, epochs=2)
+    averaged = fitted(task, Averaging(period=1, lr=0.3), tmp_path, workers)
+    synchronous = fitted(task, Sync(batch_per_worker=True, lr=0.3), tmp_path, workers, servers=1)
     torch.testing.assert_close(weights(averaged), weights(synchronous), rtol=0.0, atol=1e-6)
 
 
@@ -468,3 +470,17 @@ def test_optimizers_of_whole_matrices_work_and_closures_are_refused(tmp_path: Pa
         fitted(TASK, Averaging(optimizer="torch.optim:LBFGS", lr=0.1), tmp_path, 2)
     with pytest.raises(ValueError, match="or a strategy whose workers run it, such as sync or averaging"):
         fitted(TASK, rainband.Downpour(optimizer="torch.optim:Adafactor"), tmp_path, 2)
+
+
+def test_the_run_shows_the_disagreement(tmp_path: Path) -> None:
+    from rainband.views.event_text import staleness
+    from rainband.views.history import RunSoFar
+    from rainband.views.sinks.tensorboard import _curves
+    from rainband.views.summary import models
+
+    last = fitted(OneHot(24), Averaging(period=1, lr=1.0), tmp_path).history[-1]
+    so_far = RunSoFar()
+    so_far.absorb(last)
+    assert staleness(so_far) == "disagreement 0.866"
+    assert _curves(last)["disagreement"] == pytest.approx(math.sqrt(0.75), rel=1e-5)
+    assert models(last) == "2.3 kB exchanged; disagreement 0.866, their distance from the mean"

@@ -237,7 +237,10 @@ def rate(so_far: RunSoFar) -> str:
 
 
 def staleness(so_far: RunSoFar) -> str:
+    """Return the staleness of gradients, or the disagreement of models that workers train by themselves."""
     last = so_far.last
+    if last is not None and last.disagreement is not None:
+        return f"disagreement {short(last.disagreement)}"
     if last is None or not (so_far.started and so_far.started.num_servers) or so_far.last_iteration is not None:
         return ""
     return f"staleness mean {last.staleness_mean:.1f}, max {last.staleness_max}{bound(so_far)}"

@@ -109,7 +109,10 @@ class ModelRounds(WorkerRounds):
     def _assign(self, number: int) -> None:
         """Divide the next batches among the members of the round."""
         ranks = self.members
-        new = max(0, min(number * len(ranks) - len(self.lost), self.plan.num_batches - self.next))
+        left = self.plan.num_batches - self.next
+        if number == 1:  # as servers do, whose rounds end with an epoch
+            left = min(left, self.plan.batches_per_epoch - self.next % self.plan.batches_per_epoch)
+        new = max(0, min(number * len(ranks) - len(self.lost), left))
         numbers = [*self.lost, *range(self.next, self.next + new)]
         self.lost, self.next = [], self.next + new
         each, more = divmod(len(numbers), len(ranks))

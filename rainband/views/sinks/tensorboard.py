@@ -53,6 +53,8 @@ def _curves(event: Progress) -> dict[str, float]:
     }
     if event.loss is not None:
         curves["loss"] = event.loss
+    if event.disagreement is not None:
+        curves["disagreement"] = event.disagreement
     curves |= {f"worker_{i}/samples_per_s": rate for i, rate in event.samples_per_s.items()}
     return curves | {f"worker_{i}/waited_s": waited_s for i, waited_s in event.waited_s.items()}
 
