@@ -10,7 +10,7 @@ from __future__ import annotations
 from reproduce.runs import arguments, draw, interval, mean_and_spread, report, simulate
 
 WORKERS, BATCH_SIZE, EPOCHS, LR = 8, 8, 6, 0.2
-PERIODS = (1, 4, 16, 64)
+PERIODS = (1, 16, 64)
 Point = tuple[float, float, float]
 
 

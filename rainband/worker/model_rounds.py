@@ -177,7 +177,7 @@ class ModelRounds(WorkerRounds):
             self.loss = outcome.scalars[LOSS]
         if outcome.scalars[DISTANCE] >= 0:
             self.worker.client.stats.disagreement = math.sqrt(outcome.scalars[DISTANCE])
-        self.distance = (weights - mean).square()
+        self.distance = (weights - mean).square() if weights.tensors else math.nan  # none are computed for time alone
 
     async def _average(
         self, weights: ModelVector, weight: float, part: range | None = None, row: Row = None
