@@ -108,6 +108,32 @@ def test_an_actor_that_hangs_while_its_worker_computes_disturbs_nobody(
 
 
 @pytest.mark.slow
+def test_a_worker_of_a_lost_node_ends_and_returns_on_another_node(
+    connected_cluster: RayCluster,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """Ray itself would let it compute on for many seconds, and start it again after 15 s."""
+    with ray_run(connected_cluster, tmp_path, workers=2, worker_resources={"CPU": 1.5}) as run:  # one on each node
+        run.under_way()
+        run.let(20)
+        raylets = {
+            connected_cluster.raylet_of(run.process(f"rainband {name}")): name for name in ("worker 0", "worker 1")
+        }
+        raylets.pop(connected_cluster.raylet_of(run.process("rainband server 0")), None)
+        raylets.pop(connected_cluster.head, None)
+        raylet, name = next(iter(raylets.items()))
+        ghost = run.process(f"rainband {name}")
+        connected_cluster.replace(raylet)
+        wait_for(lambda: not ghost.is_running(), "the end of the worker on the lost node", TIMEOUT_S)
+        run.first(events.Lost, node=name)
+        run.let(20)
+        rejoins(run, int(name.removeprefix("worker ")))
+        result = run.result()
+    assert is_exact(result, Gated())
+    assert result.accounting.lost == result.accounting.applied_twice == 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP, signal.SIGINT])
 def test_nothing_is_left_when_the_driver_is_lost_hangs_or_is_interrupted(
     ray_cluster: RayCluster,  # noqa: F811

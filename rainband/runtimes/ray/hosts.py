@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -22,6 +23,7 @@ from rainband.runtimes.ray.role_host import HostedEnd, HostOrder, RoleHost
 
 STOPPED_WITHIN_S = 2.0  # beyond the grace period
 CONCURRENT_CALLS = 4  # of an actor: one waits for the process, others bring signs of life and stop it
+MOVED_AFTER = 2.0  # in failure timeouts
 PULSES = 5  # signs of life in a failure timeout
 
 
@@ -38,8 +40,11 @@ class Places(NamedTuple):
 class Host:
     """The actor of one role, as far as it is known here."""
 
-    def __init__(self, actor: Any) -> None:
+    def __init__(self, actor: Any, in_group: bool, may_move: bool) -> None:
         self.actor = actor
+        self.in_group = in_group  # it has a reserved place, not any that is free
+        self.may_move = may_move  # to the other kind of place, if it waits for long
+        self.made_at = time.monotonic()
         self.token: int | None = None  # of the process that it runs
         self.node = ""  # its node's ID; "": it has not answered yet
         self.read_to = 0  # in the output of its processes
@@ -134,8 +139,9 @@ class ActorStarter:
             self._wait([host.actor.stop.remote(grace_s) for host in there], grace_s + STOPPED_WITHIN_S)
             self._take_rest_of_output(there)
         finally:
-            for host in self.hosts.values():
-                self.ray.kill(host.actor, no_restart=True)
+            kills = [self._kill(host) for host in self.hosts.values()]
+            for kill in kills:
+                kill.join(STOPPED_WITHIN_S)
             if self.group is not None:
                 remove_placement_group(self.group)
             self.contents.clear()
@@ -149,29 +155,49 @@ class ActorStarter:
         """Return True if Ray has found places for all workers and servers of the start."""
         return bool(self.ray.util.placement_group_table(self.group)["state"] != "PENDING")
 
+    def should_move(self, role: tuple[str, int]) -> bool:
+        """Return True if a process that was started again has waited for its place for long: start it once more."""
+        host = self.hosts[role]
+        waited_s = time.monotonic() - host.made_at
+        return host.may_move and not host.node and waited_s > MOVED_AFTER * self.order.failure_timeout_s
+
     def _new_host(self, role: tuple[str, int], before: Host | None) -> Host:
-        """Make an actor. One that hangs is ended, and so its place becomes free; but not if its node is lost."""
+        """Make an actor in the reserved place of its role, or where there is room if that place is lost with its node.
+
+        After some seconds, Ray reserves another place for a lost one, perhaps all that is free: so an actor that has
+        found none is made the other way. One that hangs is ended, and so its place becomes free.
+        """
+        has_place = role in self.bundles
+        if before is None:
+            return self._made(role, has_place, may_move=False)
+        self._kill(before)
+        in_group = self._is_reachable(before.node) if before.node else not before.in_group
+        return self._made(role, has_place and in_group, may_move=has_place)
+
+    def _made(self, role: tuple[str, int], in_group: bool, may_move: bool) -> Host:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        if before is not None:
-            self.ray.kill(before.actor, no_restart=True)
         places = self.places
         options = actor_options(places.server_needs if role[0] == "server" else places.worker_needs)
-        if role in self.bundles and (before is None or self._is_reachable(before.node)):
-            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self.group, self.bundles[role])
-        else:
-            options["scheduling_strategy"] = "DEFAULT"
+        options["scheduling_strategy"] = (
+            PlacementGroupSchedulingStrategy(self.group, self.bundles[role]) if in_group else "DEFAULT"
+        )
         if places.runtime_env:
             options["runtime_env"] = dict(places.runtime_env)
         # The launcher starts lost workers again, with their next incarnation, and sooner than Ray would.
         made = self.kind.options(**options, max_restarts=0, max_task_retries=0, max_concurrency=CONCURRENT_CALLS)
         order = msgspec.structs.replace(self.order, modules=self.modules)
-        return Host(made.remote(msgspec.msgpack.encode(order), self.code))
+        return Host(made.remote(msgspec.msgpack.encode(order), self.code), in_group, may_move)
+
+    def _kill(self, host: Host) -> threading.Thread:
+        """End an actor, on a thread: Ray's call waits for its node, which may be lost."""
+        kill = threading.Thread(target=self.ray.kill, args=(host.actor,), name="end an actor", daemon=True)
+        kill.start()
+        return kill
 
     def _is_reachable(self, node: str) -> bool:
-        """Return True if a node still answers, or if the actor never came to one."""
-        known = [one for one in self.ray.nodes() if one["NodeID"] == node]
-        return not node or any(one["Alive"] and answers(one) for one in known)
+        """Return True if a node still answers."""
+        return any(one["NodeID"] == node and one["Alive"] and answers(one) for one in self.ray.nodes())
 
     def _content(self, fd: int) -> Any:
         """Return a reference to a copy of a file's content, which all nodes can read."""
@@ -208,17 +234,19 @@ class ActorStarter:
                 if not host.is_asked and not host.is_dead:
                     host.is_asked = True
                     answer = host.actor.pulse.remote(host.read_to)
-                    answer.future().add_done_callback(partial(self._answered, host))
+                    answer.future().add_done_callback(partial(self._answered, host, host.read_to))
 
-    def _answered(self, host: Host, future: Any) -> None:
+    def _answered(self, host: Host, read_from: int, future: Any) -> None:
         if future.exception() is None:
             host.node, output = future.result()
-            self._take_output(host, output)
+            self._take_output(host, read_from, output)
         host.is_asked = False
 
-    def _take_output(self, host: Host, output: bytes) -> None:
-        """Append whole lines to the output of the run, so that those of different processes do not mix."""
+    def _take_output(self, host: Host, read_from: int, output: bytes) -> None:
+        """Append whole lines to the output of the run, once, so that those of different processes do not mix."""
         with self.lock:
+            if host.read_to != read_from:
+                return
             host.read_to += len(output)
             whole, newline, host.line = (host.line + output).rpartition(b"\n")
             if self.output is not None:
@@ -226,11 +254,11 @@ class ActorStarter:
 
     def _take_rest_of_output(self, hosts: Sequence[Host]) -> None:
         for host in hosts:
-            answers: list[Any] = self._wait([host.actor.pulse.remote(host.read_to)], STOPPED_WITHIN_S)
-            while answers and (output := answers[0][1]):
-                self._take_output(host, output)
-                answers = self._wait([host.actor.pulse.remote(host.read_to)], STOPPED_WITHIN_S)
-            self._take_output(host, b"\n" if host.line else b"")
+            rest: list[Any] = self._wait([host.actor.pulse.remote(host.read_to)], STOPPED_WITHIN_S)
+            while rest and (output := rest[0][1]):
+                self._take_output(host, host.read_to, output)
+                rest = self._wait([host.actor.pulse.remote(host.read_to)], STOPPED_WITHIN_S)
+            self._take_output(host, host.read_to, b"\n" if host.line else b"")
 
     def _wait(self, results: Sequence[Any], timeout_s: float) -> list[Any]:
         """Return those results that arrive in time."""

@@ -154,6 +154,8 @@ class RayLauncher(Launcher):
                 continue
             if rank not in self.start_at and self._is_lost(peer):
                 self.start_at[rank] = now + self._pause_s(peer)
+            elif self.zygote.should_move(("worker", rank)):
+                self.start_at[rank] = now
             if self.start_at.get(rank, now + 1.0) <= now:
                 del self.start_at[rank]
                 self._start_worker(rank)
