@@ -170,6 +170,19 @@ def test_a_strategy_that_needs_one_machine_is_refused() -> None:
         configure(base, rainband.Single(), {"runtime": "ray"})
 
 
+def test_workers_that_share_memory_are_refused() -> None:
+    base = RunConfig(task="digits", strategy="sync", num_workers=4, num_servers=2)
+    with pytest.raises(OptionError, match="the workers of sync share memory, which actors do not: choose .* downpour"):
+        configure(base, rainband.Sync(), {"runtime": "ray"})
+
+
+def test_checkpoints_are_written_where_all_nodes_see_them(tmp_path: Path) -> None:
+    assert of_run(runtime="ray").checkpoint_every_s == 0
+    assert of_run(runtime="ray", checkpoints=str(tmp_path), checkpoint_every="1h").checkpoint_every_s == 3600
+    with pytest.raises(OptionError, match="do not see the run's directory. Also use checkpoints="):
+        of_run(runtime="ray", checkpoint_every="1h")
+
+
 def test_a_range_of_workers_is_for_ray() -> None:
     with pytest.raises(OptionError, match='max_workers requires runtime="ray"'):
         rainband.fit("digits", "downpour", workers=(2, 8))

@@ -9,6 +9,7 @@ import msgspec
 from rainband.model_parallel.placement.stage_plan import StagePlan
 from rainband.options import OptionError, RunOptions, opt
 from rainband.protocol.messages import Address
+from rainband.strategy import Requirements
 from rainband.transports.tls.certificate import Certificate
 
 
@@ -137,13 +138,18 @@ def ray_settings(base: RaySettings, options: RunOptions) -> RaySettings:
     return msgspec.structs.replace(base, **changed)
 
 
-def check_ray(options: RunOptions) -> None:
+def check_ray(options: RunOptions, name: str, requires: Requirements) -> None:
     """Raise if an option is for Ray only, or if a run on a Ray cluster cannot have it."""
     if options.get("runtime") != "ray":
         for name in RAY_FIELDS:
             if name in options:
                 raise OptionError(f"{opt(name)} requires {opt('runtime', 'ray')}.")
         return
+    if requires.in_rounds:
+        raise OptionError(
+            f"{opt('runtime', 'ray')}: the workers of {name} share memory, which actors do not: choose a strategy with "
+            "servers, such as downpour, or sync batch_per_worker=true."
+        )
     if options.get("timeline"):
         raise OptionError(f"{opt('timeline', True)} is for one machine, so omit it with {opt('runtime', 'ray')}.")
     most, workers = options.get("max_workers"), options["workers"] or 0

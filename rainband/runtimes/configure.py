@@ -221,7 +221,7 @@ def resolve(
     workers = _workers(options, name, requires, size, usual[0])
     servers = _servers(options, name, requires, usual[1])
     _check_machines({**options, "workers": workers}, name, requires, size)
-    check_ray({**options, "workers": workers})
+    check_ray({**options, "workers": workers}, name, requires)
     _check_simulation(options, name, requires, size)
     _check_record(options, name, requires, size)
     if options.get("runtime", "processes") == "processes":

@@ -36,9 +36,15 @@ def with_checkpoints(config: RunConfig, given: RunOptions, requires: Requirement
         place = str(Path(place).absolute())
     if place:
         open_store(place)  # raises if nothing knows such URLs
+    no_place = config.runtime == "ray" and not place
+    if no_place and (every := given.get("checkpoint_every")):
+        raise OptionError(
+            f"{opt('checkpoint_every', every)}: the nodes of a Ray cluster do not see the run's directory. Also use "
+            f"{opt('checkpoints', 's3://bucket/folder')}, or a folder that all nodes see."
+        )
     return msgspec.structs.replace(
         config,
-        checkpoint_every_s=0.0 if obstacle else _every_s(config, given),
+        checkpoint_every_s=0.0 if obstacle or no_place else _every_s(config, given),
         keep=given.get("keep") or config.keep,
         checkpoints=place,
         force=bool(given.get("force")),

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+from pathlib import Path
 
 import msgspec
 
@@ -175,7 +176,8 @@ class RoleHost:
 
 def _for_this_node(job: Job, doors: Doors | None) -> Job:
     """Return a job without what concerns files of the driver's machine, and with where its process listens."""
-    config = msgspec.structs.replace(job.config, directory=tempfile.gettempdir())
+    run = Path(job.config.directory).name  # the folder of its checkpoints, where all nodes see it, has this name, too
+    config = msgspec.structs.replace(job.config, directory=str(Path(tempfile.gettempdir(), run)))
     door = None if doors is None else doors.door(0)
     return msgspec.structs.replace(job, machine=platform.node(), remote=True, door=door, config=config)
 
