@@ -1189,6 +1189,50 @@ def test_what_cannot_be_shared_out_is_refused(arguments: dict[str, Any], advice:
             run.batches(**arguments)
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_a_loader_that_is_made_once_gives_every_pass(own: bool) -> None:
+    """As a DataLoader does; with `run.loader`, the script is that of workers that share each batch."""
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    seen = []
+    with joined(model, optimizer, OneProcess()) as run:
+        epochs = run.epochs(3)
+        if own:
+            batches = run.loader(torch.utils.data.DataLoader(DATA, batch_size=5, shuffle=True))
+        else:
+            batches = run.batches(DATA, batch_size=5)
+        assert (len(batches), batches.total, batches.dataset, batches.batch_size) == (5, 5, DATA, 5)
+        for _ in epochs:
+            for batch in batches:
+                train(model, optimizer, batch)
+                seen.append(len(batch[0]))
+    assert sorted(seen) == sorted(3 * [5, 5, 5, 5, 4])
+
+
+def test_methods_of_workers_that_share_each_batch_work_or_say_what_to_type() -> None:
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with joined(model, optimizer, OneProcess()) as run:
+        run.register(object())
+        assert run.is_first
+        for number, batch in enumerate(run.batches(DATA, batch_size=6)):
+            with run.no_sync() if number % 2 else nullcontext():  # the step pushes both gradients
+                backward(model, batch)
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        for refused in (
+            lambda: run.part(DATA[:4]),
+            lambda: run.mean(1.0),
+            lambda: run.weight(3),
+            lambda: run.eval_batches(DATA, batch_size=4),
+            lambda: run.loader(torch.utils.data.DataLoader(DATA, batch_size=4)),
+            lambda: run.loader(torch.utils.data.DataLoader(Endless())),
+        ):
+            with pytest.raises(ValueError, match=r"not with Downpour: omit --strategy, or use run.batches"):
+                refused()
+
+
 def test_other_data_and_more_passes_than_planned_are_refused() -> None:
     model = net()
     optimizer = SGD(model.parameters(), lr=0.1)

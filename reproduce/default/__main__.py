@@ -135,13 +135,13 @@ class Row(NamedTuple):
 
 
 def rows() -> list[Row]:
-    lines = read()
+    lines = {(line["loop"], line["setup"], line["seed"]): line["found"] for line in read()}
     found = []
     for loop in LOOPS:
         values: dict[str, list[float]] = {}
-        for line in lines:
-            if line["loop"] == loop:
-                values.setdefault(line["setup"], []).append(line["found"])
+        for (name, setup, _), value in sorted(lines.items()):
+            if name == loop:
+                values.setdefault(setup, []).append(value)
         if len(values.get(str(Setup()), [])) >= 2:
             found.append(Row(loop, values))
     return found
@@ -165,13 +165,19 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true", help="only plain PyTorch")
     parser.add_argument("--table", action="store_true", help="only write the table into docs/results/default.md")
     asked = parser.parse_args()
+    failed = 0
     if not asked.table:
         for number, (loop, setup, seed) in enumerate(
             missing(asked.loops, asked.seeds, SETUPS[: 1 if asked.plain else None])
         ):
             if number >= asked.limit:
                 break
-            line = run(loop, setup, seed)
+            try:
+                line = run(loop, setup, seed)
+            except Wrong as wrong:
+                print(f"WRONG: {loop}, {setup}, seed {seed}: {wrong}", flush=True)
+                failed += 1
+                continue
             with RESULTS.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
             print(f"{loop:15} {setup!s:20} seed {seed}: {line['found']:.5g} after {line['seconds']} s", flush=True)
@@ -179,6 +185,8 @@ def main() -> None:
     before, _, rest = page.partition(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
     print(table())
+    if failed:
+        raise SystemExit(f"{failed} runs were wrong")
 
 
 if __name__ == "__main__":

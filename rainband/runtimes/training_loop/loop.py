@@ -30,6 +30,7 @@ from rainband.protocol.optimizer_spec import changed_numbers, plain
 from rainband.protocol.ports import Port
 from rainband.runtimes.training_loop.batches import LoopBatches, described, fetched_ahead, loader
 from rainband.runtimes.training_loop.coroutine import LoopCoroutine, LoopEnd, LoopParameters, LoopWorker
+from rainband.runtimes.training_loop.of_shared_batches import OfSharedBatches
 from rainband.runtimes.training_loop.optimizer_checks import check, following, print_warnings, takes_any_optimizer
 from rainband.runtimes.training_loop.passes import Passes
 from rainband.runtimes.training_loop.script_random import seed_by_rank
@@ -64,7 +65,7 @@ class Membership(Protocol):
 
 
 # size: users call half of its methods on `run`; the others share the state of the current step
-class TrainingLoop:
+class TrainingLoop(OfSharedBatches):
     """The training loop of one worker: the `run` of `with rainband.join(...) as run`."""
 
     def __init__(self, model: nn.Module | Sequence[nn.Module], optimizers: Sequence[Any], member: Membership) -> None:

@@ -18,13 +18,10 @@ from rainband.rounds.cut import MIN_SAMPLES
 from rainband.rounds.exchange import Part
 from rainband.runtimes.training_loop.batches import fingerprint_of
 from rainband.runtimes.training_loop.batches import loader as parts_loader
+from rainband.runtimes.training_loop.of_shared_batches import arguments_of
 from rainband.runtimes.training_loop.script_random import CommonRandom
 
 Indices = Sequence[int]
-TAKEN_OVER = (
-    *("collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
-    *("generator", "prefetch_factor", "persistent_workers"),
-)
 
 
 class Rounds(Protocol):
@@ -298,6 +295,38 @@ def _length(loader: Any) -> int:
         return 0
 
 
+def batches_of_dataset(
+    rounds: Rounds,
+    dataset: Any,
+    batch_size: int,
+    seed: int,
+    *,
+    shuffle: bool,
+    drop_last: bool,
+    arguments: dict[str, Any],
+) -> SplitBatches:
+    """Return what stands in the place of a DataLoader of this dataset; raise ValueError if it has no batches."""
+    if not hasattr(dataset, "__len__"):
+        raise ValueError(
+            f"{type(dataset).__name__} has no length: make a DataLoader of it, and iterate over "
+            "run.loader(loader), where every worker reads the whole stream and keeps its part of each batch."
+        )
+    if not len(dataset):
+        raise ValueError("the dataset is empty: it must have at least one sample.")
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"batch_size={batch_size} must be an integer, 1 or more.")
+    if drop_last and len(dataset) < batch_size:
+        raise ValueError(f"drop_last=True leaves no batch of {batch_size}, as the dataset has {len(dataset)} samples.")
+    order: SamplerOrder | ShuffledOrder = ShuffledOrder(len(dataset), batch_size, seed, drop_last)
+    if not shuffle or arguments.get("sampler") is not None or arguments.get("batch_sampler") is not None:
+        drawn = {**arguments, "batch_size": batch_size, "drop_last": drop_last}
+        if arguments.get("batch_sampler") is not None:
+            drawn = arguments
+        loader: DataLoader[Any] = DataLoader(dataset, **drawn)
+        order = SamplerOrder(loader.batch_sampler, rounds.random, loader.generator)
+    return SplitBatches(rounds, dataset, order, batch_size, arguments)
+
+
 def batches_of(rounds: Rounds, loader: Any, batches_ahead: int = 1) -> SplitBatches | StreamBatches:
     """Return what stands in the place of a user's loader."""
     stream = not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset)
@@ -312,7 +341,7 @@ def batches_of(rounds: Rounds, loader: Any, batches_ahead: int = 1) -> SplitBatc
         raise ValueError("run.loader divides the batches itself: omit the DistributedSampler of the DataLoader.")
     if loader.batch_sampler is None:
         return StreamBatches(rounds, loader)  # batch_size=None: the dataset makes the batches
-    arguments = {name: getattr(loader, name) for name in TAKEN_OVER if getattr(loader, name, None) is not None}
+    arguments = arguments_of(loader)
     order = SamplerOrder(loader.batch_sampler, rounds.random, loader.generator)
     return SplitBatches(rounds, loader.dataset, order, loader.batch_size, arguments, batches_ahead)
 

@@ -27,12 +27,11 @@ from rainband.runtimes.training_loop.script_random import CommonRandom, seed_by_
 from rainband.runtimes.training_loop.split.batches import (
     Indices,
     PassData,
-    SamplerOrder,
-    ShuffledOrder,
     SplitBatches,
     StreamBatches,
     batch_length,
     batches_of,
+    batches_of_dataset,
     part_of,
 )
 from rainband.runtimes.training_loop.split.gradients import GradientExchange
@@ -109,25 +108,9 @@ class SplitLoop:
 
         Other arguments are those of a DataLoader. The order of the samples is the same with any number of workers.
         """
-        if not hasattr(dataset, "__len__"):
-            raise ValueError(
-                f"{type(dataset).__name__} has no length: make a DataLoader of it, and iterate over "
-                "run.loader(loader), where every worker reads the whole stream and keeps its part of each batch."
-            )
-        if not len(dataset):
-            raise ValueError("the dataset is empty: it must have at least one sample.")
-        if not isinstance(batch_size, int) or batch_size < 1:
-            raise ValueError(f"batch_size={batch_size} must be an integer, 1 or more.")
-        order: SamplerOrder | ShuffledOrder
-        if not shuffle or arguments.get("sampler") is not None or arguments.get("batch_sampler") is not None:
-            drawn = {**arguments, "batch_size": batch_size, "drop_last": drop_last}
-            if arguments.get("batch_sampler") is not None:
-                drawn = arguments
-            loader: DataLoader[Any] = DataLoader(dataset, **drawn)
-            order = SamplerOrder(loader.batch_sampler, self.random, loader.generator)
-        else:
-            order = ShuffledOrder(len(dataset), batch_size, self.seed, drop_last)
-        return SplitBatches(self, dataset, order, batch_size, arguments)
+        return batches_of_dataset(
+            self, dataset, batch_size, self.seed, shuffle=shuffle, drop_last=drop_last, arguments=arguments
+        )
 
     def loader(self, loader: Any, batches_ahead: int = 1) -> SplitBatches | StreamBatches:
         """Return what stands in the place of this loader; its batches are shared by the workers.
