@@ -127,11 +127,13 @@ class Row(NamedTuple):
 
     def shown(self, setup: Setup) -> str:
         values = self.values.get(str(setup), [])
-        if len(values) < 2:
-            return "-"
         digits = DIGITS.get(self.loop, 2)
+        if len(values) < 2:
+            return f"{values[0]:.{digits}f} [1 seed]" if values else "-"
         text = f"{statistics.fmean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}"
-        return text if not setup.workers else f"{text} ({self.deviation(setup):+.1f})"
+        if len(values) < SEEDS:
+            text += f" [{len(values)} seeds]"
+        return f"{text} ({self.deviation(setup):+.1f})" if setup.workers and len(values) > 2 else text
 
 
 def rows() -> list[Row]:
