@@ -62,10 +62,11 @@ def fitted(num_ranks: int, small_s: float, large_s: float, large_bytes: int, gam
 
     # Adding a byte takes at most twice as long as moving it: a measurement beyond that was disturbed by something else.
     alpha_s = small_s / (units("recursive_doubling", 0, LinkCosts(1, 0, 0, 0)) or 1.0)
-    rest_s = max(0.0, large_s - units("direct", large_bytes, LinkCosts(alpha_s, 0, 0, 0)))
+    # Messages that follow each other cost less than single ones: at least half of the time is that of the bytes.
+    rest_s = max(large_s / 2, large_s - units("direct", large_bytes, LinkCosts(alpha_s, 0, 0, 0)))
     gamma_s = min(gamma_s, rest_s / (units("direct", large_bytes, LinkCosts(0, 1, 1, 0)) or 1.0))
-    others_s = units("direct", large_bytes, LinkCosts(alpha_s, 0, gamma_s, 0))
-    beta_s = (large_s - others_s) / (units("direct", large_bytes, LinkCosts(0, 1, 0, 0)) or 1.0)
+    added_s = units("direct", large_bytes, LinkCosts(0, 0, gamma_s, 0))
+    beta_s = (rest_s - added_s) / (units("direct", large_bytes, LinkCosts(0, 1, 0, 0)) or 1.0)
     return LinkCosts(alpha_s, max(beta_s, 1e-13), gamma_s, cores)
 
 
