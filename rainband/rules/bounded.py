@@ -40,7 +40,8 @@ class Bounded(Rule):
         self.exceeded = 0  # gradients from readers beyond the bound
 
     def absorb(self, block: RuleBlock, push: Push, gradient: Tensor | None) -> None:
-        self._measure(push)
+        if gradient is not None:
+            self._measure(push)
         self.done += num_batches(push.push_id)
         if self.last != self.first:
             self.bound = round(self.first + (self.last - self.first) * min(1.0, self.done / block.plan.num_batches))
@@ -76,7 +77,7 @@ class Bounded(Rule):
         self.clocks.enter(worker, base, block.version)
 
     def tick(self, block: RuleBlock, worker: int, clock: int) -> None:
-        self.granted.pop((worker, clock - 1), None)  # of a push that was rejected
+        self.granted.pop((worker, clock - 1), None)  # of a push that was skipped or rejected
         self.clocks.tick(worker, clock, block.version)
 
     def clock_of(self, worker: int) -> int:

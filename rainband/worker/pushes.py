@@ -115,22 +115,29 @@ class Pushes:
             observer.ended("push")
         return handle
 
-    def skip(self, gradient: Gradient, reason: str, wanted: Callable[[int], bool] | None = None) -> PushHandle:
-        """Mark the gradient's batches as skipped on every block."""
-        handle = self._begin(gradient)
+    def skip(
+        self, gradient: Gradient, reason: str, wanted: Callable[[int], bool] | None = None, ends_item: bool = True
+    ) -> PushHandle:
+        """Mark the gradient's batches as skipped on every block.
+
+        `ends_item`: False for batches that are left out of a work item. The clock then stays, because the next gradient
+        is computed with the parameters that were read at this clock.
+        """
+        handle = self._begin(gradient, ends_item)
         reason = self.reasons.bounded(reason)
         for block in self.servers.blocks:
             self._skip_block(block, handle, reason, wanted is not None and wanted(block.index))
         return handle
 
-    def _begin(self, gradient: Gradient) -> PushHandle:
+    def _begin(self, gradient: Gradient, ends_item: bool = True) -> PushHandle:
         sequence, plan = self.next_sequence(), self.leases.plan
-        self.clock += 1
+        now = self.clock
+        self.clock += ends_item
         name = gradient.push_id()
         at_version = plan.round_of(name[0].portion, name[0].first) if plan.items_per_round else -1
         if plan.coordinated:
             at_version = name[0].lease  # the evaluation for which the work item was assigned
-        began = self.clock - 1 if gradient.began is None else gradient.began
+        began = now if gradient.began is None else gradient.began
         handle = PushHandle(name, len(self.servers.blocks), sequence, self.clock, began, at_version)
         if self.servers.blocks:
             self.in_flight[sequence] = handle

@@ -134,7 +134,7 @@ class LoopWorker:
         if self.accounting is not None:
             self.accounting.add(nothing.push_id(), reason)
         elif batches:
-            self.client.pushes.skip(nothing, reason)
+            self.client.pushes.skip(nothing, reason, ends_item=False)
 
 
 class LoopServers:
