@@ -1,10 +1,12 @@
-"""A run inside one process: the real coordinator and servers in memory, and one worker whose loop is the test's own."""
+"""A run inside one process: the real coordinator and servers in memory, and workers whose loops are the test's own."""
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +38,6 @@ from rainband.strategies.downpour import Downpour
 from rainband.strategy import ServerPart, Strategy
 from rainband.worker.session import Session
 
-ME = Peer("worker", 0)
 PLAIN = Downpour(overlap=False)  # one worker that waits for its own push: the same as plain PyTorch
 
 
@@ -44,10 +45,13 @@ class OneProcess:
     """A worker's membership, and the rest of the run behind it. Messages travel encoded, and in order."""
 
     index = 0
-    num_workers = 1
 
-    def __init__(self, strategy: Strategy = PLAIN, num_servers: int = 2, seed: int = 0) -> None:
+    def __init__(self, strategy: Strategy = PLAIN, num_servers: int = 2, seed: int = 0, num_workers: int = 1) -> None:
         self.strategy = strategy
+        self.num_workers = num_workers
+        self.me = Peer("worker", self.index)
+        self.members = {self.me: self}
+        self.turns = Turns()
         self.optimizers: Sequence[str] = ()
         self.left = self.joined = self.asked_rank = False
         self.mail: deque[tuple[Peer, Peer, bytes, Any]] = deque()  # from, to, message, payload
@@ -57,10 +61,10 @@ class OneProcess:
         self.now = 0.0
         num_servers = num_servers if strategy.server(1) else 0
         self.coordinator = Coordinator(
-            RunSettings(num_workers=1, num_servers=num_servers, seed=seed, optimizers=("tests.lion:Lion",))
+            RunSettings(num_workers=num_workers, num_servers=num_servers, seed=seed, optimizers=("tests.lion:Lion",))
         )
         self.servers = {Peer("server", i): Server(self._half, _publish) for i in range(num_servers)}
-        self.session = Session(ME, self)
+        self.session = Session(self.me, self)
 
     def _half(self, num_workers: int) -> ServerPart:
         half = self.strategy.server(num_workers)
@@ -74,14 +78,16 @@ class OneProcess:
             self.bus(peer, COORDINATOR, ServerJoin(Address("", 0)))
 
     def tell(self, message: Message, body: bytes | None = None) -> None:
-        self.bus(ME, COORDINATOR, message, body)
+        self.bus(self.me, COORDINATOR, message, body)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         if not self.mail:
-            assert timeout_s == 0, "the loop waits, and nothing is under way"
+            assert timeout_s == 0 or self.turns.order, "the loop waits, and nothing is under way"
+            self.turns.next(self.index, in_vain=timeout_s != 0)
             return False
         while self.mail:
             self._deliver(*self.mail.popleft())
+        self.turns.next(self.index, in_vain=False)
         return True
 
     def open_links(self, welcome: Welcome, part: int) -> list[Any]:
@@ -106,8 +112,8 @@ class OneProcess:
         if to == COORDINATOR:
             for told in self.coordinator.receive(sender, message, self.now, payload):
                 self.bus(COORDINATOR, told.to, told.message, told.body)
-        elif to == ME:
-            self._to_worker(message, payload)
+        elif to in self.members:
+            self.members[to]._to_worker(message, payload)
         else:
             self._to_server(sender, to, message, payload)
 
@@ -152,6 +158,67 @@ class OneProcess:
         return sum(not push.skip for push in self.pushes)
 
 
+class OtherWorker(OneProcess):
+    """The membership of another worker of the same run."""
+
+    def __init__(self, first: OneProcess, index: int) -> None:
+        self.__dict__.update(first.__dict__)  # the same post, coordinator and servers
+        self.index, self.me = index, Peer("worker", index)
+        self.left = self.joined = self.asked_rank = False
+        self.session = Session(self.me, self)
+        self.members[self.me] = self
+
+    def connect(self) -> None: ...
+
+
+class Turns:
+    """Lets the threads of several workers run one at a time, in order: each until it looks at its mail."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.order: deque[int] = deque()  # of workers whose loops are not over; the first one runs
+        self.errors: list[BaseException] = []
+        self.in_vain = 0  # waits since there was mail
+
+    def next(self, index: int, in_vain: bool) -> None:
+        """Let the other workers run."""
+        if not self.order:
+            return
+        self.in_vain = self.in_vain + 1 if in_vain else 0
+        assert self.in_vain < 1000, "the workers wait for each other"
+        self.order.rotate(-1)
+        self.changed.notify_all()
+        self.mine(index)
+
+    def mine(self, index: int) -> None:
+        self.changed.wait_for(lambda: self.order[0] == index or self.errors)
+        assert not self.errors, "another worker has failed"
+
+    def run(self, index: int, script: Callable[[], None]) -> None:
+        with self.changed:
+            try:
+                self.mine(index)
+                script()
+            except BaseException as error:
+                self.errors.append(error)
+            self.order.remove(index)
+            self.changed.notify_all()
+
+
+def run_workers(first: OneProcess, script: Callable[[OneProcess], None]) -> None:
+    """Run a script on each worker of a run; an error of one of them is raised."""
+    members = [first, *(OtherWorker(first, index) for index in range(1, first.num_workers))]
+    turns = first.turns
+    turns.order.extend(range(len(members)))
+    threads = [threading.Thread(target=turns.run, args=(one.index, partial(script, one))) for one in members]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if turns.errors:
+        raise turns.errors[0]
+
+
 class MemoryPort:
     """To a server in the same process."""
 
@@ -162,12 +229,12 @@ class MemoryPort:
         self.server = server
 
     def send(self, message: Message) -> None:
-        self.run.bus(ME, self.server, message)
+        self.run.bus(self.run.me, self.server, message)
 
     def push(self, message: Push | InitBlock, values: BlockValues) -> None:
         payload = torch.empty(message.numel, dtype=getattr(torch, message.dtype))
         values.write(payload)
-        self.run.bus(ME, self.server, message, payload)
+        self.run.bus(self.run.me, self.server, message, payload)
 
     def read(self, spec: BlockSpec, at_version: int, out: Tensor) -> int | None:
         raise AssertionError("there is nothing to read in place")

@@ -13,8 +13,13 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Optimizer
 from torch.utils.data import TensorDataset
 
+from rainband.strategies.bounded_delay import BoundedDelay
+from rainband.strategies.downpour import Downpour
+from rainband.strategies.soft_sync import SoftSync
+from rainband.strategies.stale_sync import StaleSync
 from rainband.strategies.sync import Sync
-from tests.one_process import PLAIN, OneProcess, joined
+from rainband.strategy import Strategy
+from tests.one_process import PLAIN, OneProcess, joined, run_workers
 from tests.test_training_loop import DATA, Join, backward, net, same_as_plain, train
 
 Batches = Any
@@ -183,3 +188,42 @@ def test_two_passes_at_once_are_refused_and_batches_fetched_ahead_keep_their_ids
             step(next(second))
     assert sorted(seen) == list(range(12))
     assert (member.accounting.applied, member.accounting.skipped) == (12, {})
+
+
+@pytest.mark.parametrize("left_out", [{3}, {0, 3}, {1, 2, 3}], ids=str)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        Sync(batch_per_worker=True),
+        Downpour(),
+        SoftSync(),
+        StaleSync(bound=0),
+        StaleSync(),
+        StaleSync(n_push=2),
+        BoundedDelay(tau=1),
+    ],
+    ids=["sync", "downpour", "soft_sync", "lock-step", "stale_sync", "two steps per push", "bounded_delay"],
+)
+def test_one_of_two_workers_may_leave_out_batches(strategy: Strategy, left_out: set[int]) -> None:
+    """Also the last one of a pass: what others have made of the parameters meanwhile is no change by the loop."""
+    member = OneProcess(strategy, num_workers=2)
+    expected = 0
+
+    def script(worker: OneProcess) -> None:
+        nonlocal expected
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.01)
+        with joined(model, optimizer, worker) as run:
+            for _ in run.epochs(3):
+                for number, batch in enumerate(run.batches(DATA, batch_size=3)):
+                    if worker.index == 0 and number in left_out:
+                        expected += 1
+                        continue
+                    train(model, optimizer, batch)
+
+    run_workers(member, script)
+    accounting = member.accounting
+    assert expected
+    assert accounting.skipped == {"never stepped on": expected}
+    assert accounting.applied == 3 * 8 - expected
+    assert not member.coordinator.reporting.staleness().broken

@@ -199,6 +199,7 @@ class TrainingLoop(OfSharedBatches):
                         self._check_stop()
                         self._refuse_an_earlier_pass(number)
                         self._before_draw()
+            self.parameters.note()  # new ones may have arrived since the last batch
         finally:
             if drawn.passes == number:
                 drawn.put_back()
