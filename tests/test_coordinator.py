@@ -1060,8 +1060,9 @@ def test_after_an_error_of_the_user_the_other_workers_save_the_model() -> None:
     outs = run.from_worker(0, Failed(step=3, error="ValueError: no", traceback="..."))
     assert Halt("worker 0 failed at step 3: ValueError: no") in run.told("worker 1")
     assert Shutdown("worker 0 failed at step 3: ValueError: no") in outs
-    run.reports(3, flushed=True)
-    assert Conclude("model") in run.from_worker(1, Ended(3))
+    assert run.from_worker(1, Ended(3)) == [Flush(), Flush()]
+    assert run.report(0, 3, flushed=True) == []
+    assert Conclude("model") in run.report(1, 3, flushed=True)
     run.from_worker(1, Concluded({"accuracy": 0.5}))
     run.reports(3)
     assert (run.phase, run.coordinator.state.outcome) == ("over", "failed")
@@ -1163,9 +1164,23 @@ def test_a_stopped_run_lets_its_workers_finish_and_saves_what_there_is() -> None
     assert run.take(run.coordinator.shutdown.stop("stopped", "interrupted")) == [Halt("interrupted")] * 2
     run.from_worker(0, Ended(2))
     assert run.from_worker(1, Ended(1)) == [Flush(), Flush()]  # what rules have gathered is part of the model
-    assert run.report(0, 3, flushed=True) == [Flush()]
+    assert run.report(0, 3, flushed=True) == []  # the other one has been asked
     assert Conclude("model") in run.report(1, 3, flushed=True)
     assert run.coordinator.state.outcome == "stopped"
+
+
+def test_a_worker_that_ends_after_a_flush_has_its_last_pushes_in_the_model() -> None:
+    """It was taken for lost, and came back: what it pushed may be buffered again."""
+    run = running()
+    run.reports(3)
+    run.take(run.coordinator.shutdown.stop("stopped", "interrupted"))
+    run.from_worker(0, Ended(2))
+    assert run.from_worker(1, Ended(1)) == [Flush(), Flush()]
+    assert run.report(0, 3, flushed=True) == []
+    assert run.from_worker(1, Ended(1)) == [Flush()]  # to the first again; the other one's answer is awaited
+    assert run.report(1, 3, flushed=True) == [Flush()]  # asked before the last pushes
+    assert run.report(0, 3, flushed=True) == []
+    assert Conclude("model") in run.report(1, 3, flushed=True)
 
 
 def test_the_users_error_is_shown_once_and_ends_the_run() -> None:

@@ -203,7 +203,7 @@ def test_fuzz_takes_a_script(tmp_path: Path) -> None:
     assert result.exit_code == 0 and "failed after" in result.output  # cleanly, as it should
 
 
-@pytest.mark.parametrize("args", [["x"], ["5-1"], ["1", "--strategy", "gossip"]])
+@pytest.mark.parametrize("args", [["x"], ["5-1"], ["1", "--strategy", "hogwild"]])
 def test_fuzz_says_what_can_be_typed(args: list[str]) -> None:
     result = CliRunner().invoke(app(), ["fuzz", *args])
     assert result.exit_code == 2 and any(

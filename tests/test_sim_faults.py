@@ -40,7 +40,7 @@ from rainband.runtimes.simulation.models.faults import (
 )
 from rainband.runtimes.simulation.models.trace import table
 from rainband.runtimes.simulation.oracle.check import OracleVerdict, check, shortest, without_faults
-from rainband.runtimes.simulation.oracle.scenarios import KINDS, Case, random_case
+from rainband.runtimes.simulation.oracle.scenarios import IN_ROUNDS, KINDS, Case, random_case
 from rainband.server.block import Block
 from rainband.server.validation import PushValidator
 from tests import test_mutations as broken
@@ -203,9 +203,10 @@ def test_a_worker_that_cannot_reach_a_server_leaves_and_its_work_is_done_by_othe
 def test_a_clock_that_jumps_costs_leases_and_nothing_else(by_s: float) -> None:
     """The coordinator takes everyone for late; any worker that is alive comes back with its next word."""
     for strategy in KINDS:
-        leases = KINDS[strategy].known not in ("coordinated", "shared")
+        leases = KINDS[strategy].known not in ("coordinated", *IN_ROUNDS)
         script = parse(f"0.2 skew coordinator by {by_s}")
-        verdict = check(Case(3, strategy, 4, 2 if strategy != "sync" else 0, script), keep_trace=True)
+        num_servers = 0 if KINDS[strategy].known in IN_ROUNDS else 2
+        verdict = check(Case(3, strategy, 4, num_servers, script), keep_trace=True)
         assert (verdict.outcome, verdict.violations) == ("finished", [])
         revoked = any(line.what.startswith("revoke ") for line in verdict.trace.lines or [])
         assert revoked == (by_s > 1 and leases)  # the failure timeout is 1 s

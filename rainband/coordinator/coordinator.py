@@ -163,9 +163,8 @@ class Coordinator:
         if before and size and before != size and sender.index == min(state.servers):  # one server stands for all
             state.events.append(events.UpdateSizeChanged(at_s=now, gradients=size))
         server.report, server.full = report, frozenset(report.full)
-        server.flushed |= report.flushed  # a report that was requested meanwhile does not say so
-        if report.flushed and state.phase in (Phase.FLUSHING, Phase.FINISHING):
-            return self.shutdown.flushed()
+        if report.flushed and state.phase in (Phase.FLUSHING, Phase.FINISHING):  # others may be requested meanwhile
+            return self.shutdown.flushed(server)
         if report.measured and state.phase is Phase.CONCLUDING:
             return self.shutdown.last_report(sender)
         may_free = state.join and (state.join.warm_start_batches or state.join.rounds)  # waiting workers may start now

@@ -10,7 +10,7 @@ from rainband.coordinator.buffers import BufferMean
 from rainband.coordinator.reporting import Reporting
 from rainband.coordinator.saving.checkpoints import Checkpoints
 from rainband.coordinator.saving.rescue import HAS_PARAMETERS, Rescue
-from rainband.coordinator.state import CoordinatorOutput, FailureCause, Phase, RunState, WorkerState
+from rainband.coordinator.state import CoordinatorOutput, FailureCause, Phase, RunState, ServerState, WorkerState
 from rainband.protocol import events
 from rainband.protocol.messages import (
     Conclude,
@@ -82,6 +82,9 @@ class RunEnd:
             state.live -= 1
         worker.ended = True
         worker.leases.clear()
+        if state.phase is Phase.FINISHING and state.outcome != "finished":
+            for server in state.servers.values():  # the worker's last pushes may have come after a flush
+                server.has_new_pushes()
         if state.phase is Phase.CONCLUDING and state.is_custom_loop():
             # It was declared lost before, and has ended after all.
             self.last_pulls.add(worker.peer.index)
@@ -154,11 +157,12 @@ class RunEnd:
         state = self.state
         state.enter(Phase.FLUSHING)
         if state.settings.num_servers:
-            return [CoordinatorOutput(s.peer, Flush()) for s in state.servers.values()]
+            return [CoordinatorOutput(s.peer, Flush()) for s in state.servers.values() if s.begins_to_flush()]
         return self._finish() + self.when_all_ended()
 
-    def flushed(self) -> list[CoordinatorOutput]:
-        """Go on when all servers have flushed."""
+    def flushed(self, server: ServerState) -> list[CoordinatorOutput]:
+        """Note that a server has flushed, and go on when all have."""
+        server.has_flushed()
         if self.state.phase is Phase.FLUSHING and all(s.flushed for s in self.state.servers.values()):
             return self._finish() + self.after_loss()
         return self.when_all_ended()
@@ -174,9 +178,9 @@ class RunEnd:
             return []
         if state.full_batch is not None and not state.full_batch.over:
             return []  # stopped within an iteration: it first restores the parameters at its start
-        unflushed = [s.peer for s in state.servers.values() if s.peer.role == "server" and not s.flushed]
+        unflushed = [s for s in state.servers.values() if s.peer.role == "server" and not s.flushed]
         if unflushed:  # the run was stopped: buffered gradients are part of its model
-            return [CoordinatorOutput(server, Flush()) for server in unflushed]
+            return [CoordinatorOutput(s.peer, Flush()) for s in unflushed if s.begins_to_flush()]
         return self._conclude()
 
     def _conclude(self) -> list[CoordinatorOutput]:
