@@ -35,7 +35,7 @@ BOWL = Quadratic(dimension=48, samples=24, batch_size=2, epochs=1, condition=4.0
 PLAIN = {"optimizer": "sgd", "lr": LR}
 STRENGTH = 1 / 64  # of the delay compensation
 
-Known = Literal["sum", "shared", "averaged", "rounds", "first", "gathered", "corrected", "coordinated"]
+Known = Literal["sum", "shared", "averaged", "mixed", "rounds", "first", "gathered", "corrected", "coordinated"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class FuzzedStrategy:
     sum          every gradient has the same weight: the parameters are known to the last bit
     shared       workers share each batch: the updates of one process, up to rounding
     averaged     workers average models: each batch counts as much as one of K models does, or more without lost ones
+    mixed        the same, but a model that is lost before neighbors have averaged it takes a part of a batch with it
     rounds       each update is the mean of a round
     first        the same without the late gradients of a round; every batch is in a round or skipped
     gathered     each update is divided by the number of its gradients, which follows the number of workers
@@ -87,7 +88,7 @@ def _full_batch(name: str) -> FuzzedStrategy:
 
 
 # The 16 batches must be whole rounds; with one backup worker, a round needs another one.
-IN_ROUNDS = ("shared", "averaged")  # of workers, without servers
+IN_ROUNDS = ("shared", "averaged", "mixed")  # of workers, without servers
 NUM_WORKERS: dict[Known, tuple[int, ...]] = {"rounds": (1, 2, 4), "first": (2, 4)}
 
 KINDS: dict[str, FuzzedStrategy] = {
@@ -97,7 +98,7 @@ KINDS: dict[str, FuzzedStrategy] = {
     "ragged": FuzzedStrategy(Ragged),
     "sync": _kind("sync", "shared"),
     "averaging": _kind("averaging", "averaged", period=2),
-    "gossip": _kind("gossip", "averaged"),
+    "gossip": _kind("gossip", "mixed"),
     "per_worker": _kind("sync", "rounds", batch_per_worker=True),
     "backup": _kind("sync", "first", batch_per_worker=True, backup_workers=1),
     "stale_sync": _kind("stale_sync", bound=1),
