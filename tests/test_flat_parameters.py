@@ -772,7 +772,9 @@ def test_looking_at_a_gradient_that_has_a_graph_is_fine() -> None:
 def test_a_layer_that_expects_statistics_of_all_workers_is_refused_by_name() -> None:
     """Training alone it is a BatchNorm, so nothing would show that it is never synchronized."""
     model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6)))
-    with pytest.raises(ValueError, match="^1 is a SyncBatchNorm, .* use BatchNorm1d, BatchNorm2d or BatchNorm3d"):
+    with pytest.raises(
+        ValueError, match="^the layer 1 is a SyncBatchNorm, .* use BatchNorm1d, BatchNorm2d or BatchNorm3d"
+    ):
         Flat(model)
     with pytest.raises(ValueError, match="^the model is a SyncBatchNorm"):
         refuse_wrapped(nn.SyncBatchNorm(6))

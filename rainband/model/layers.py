@@ -17,8 +17,9 @@ def refuse_sync_batch_norm(module: nn.Module) -> None:
     """Raise ValueError if a layer expects statistics of all workers: it would silently use those of its own worker."""
     for name, layer in module.named_modules():
         if isinstance(layer, nn.SyncBatchNorm):
+            what = f"the layer {name}" if name else "the model"
             raise ValueError(
-                f"{name or 'the model'} is a SyncBatchNorm, and workers do not exchange batch statistics: use "
+                f"{what} is a SyncBatchNorm, and workers do not exchange batch statistics: use "
                 "BatchNorm1d, BatchNorm2d or BatchNorm3d (leave out nn.SyncBatchNorm.convert_sync_batchnorm)."
             )
 
