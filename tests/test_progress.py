@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 import rainband
 from rainband.protocol import events
 from rainband.protocol.events import AnyEvent
+from rainband.protocol.messages import SampleAccount
 from rainband.views.charts import ASCII, BLOCKS, bar, curve, histogram, ink_for, progress_bar, spark
 from rainband.views.event_text import lasting_lines, user_error, waiting_for
 from rainband.views.formatting import assignment, count, cut, duration, percent, short, size, table
 from rainband.views.history import RunSoFar
 from rainband.views.live_display import PlainView, RunWatch, is_terminal
 from rainband.views.progress import LiveView, frame
-from rainband.views.summary import accounting, headline, summary
+from rainband.views.summary import accounting, headline, shared, summary
 from rainband.views.warnings import warnings
 from tests.synthetic_runs import ACCOUNTING, ended, planned, progress, started, whole_run
 
@@ -464,7 +465,7 @@ def test_the_summary_has_the_accounting_the_staleness_and_where_the_model_lies(t
     (tmp_path / "model.safetensors").touch()
     lost = events.Lost(at_s=9.0, node="worker 1", why="killed")
     assert summary(RunSoFar.from_events([*whole_run()[:-1], lost, ended()]), tmp_path) == [
-        "finished after 20 s: 2,000 samples, 118 samples/s in 17 s of training",
+        "finished after 20 s: 2,000 samples (with those of 2 skipped batches), 118 samples/s in 17 s of training",
         "  result     accuracy 0.975",
         "  batches    898 of 900 applied, 0 lost, 0 applied twice",
         "             2 skipped: 2 not finite",
@@ -522,6 +523,26 @@ def test_a_few_batches_skipped_are_no_divergence() -> None:
 
 def test_portions_that_loops_give_back_at_their_end_are_no_news(tmp_path: Path) -> None:
     assert not any("reassigned" in line for line in summary(RunSoFar.from_events(whole_run()), tmp_path))
+
+
+def test_the_headline_says_that_it_counts_the_samples_of_skipped_batches() -> None:
+    end = msgspec.structs.replace(
+        ended(), samples=192, accounting={**ACCOUNTING, "applied": 16, "skipped": {"a": 7, "b": 1}}
+    )
+    said = "finished after 20 s: 192 samples (with those of 8 skipped batches), 16 samples/s in 12 s of training"
+    assert headline(end, training_s=12.0) == said
+    none = msgspec.structs.replace(end, accounting={**ACCOUNTING, "skipped": {}})
+    assert headline(none, training_s=12.0) == said.replace(" (with those of 8 skipped batches)", "")
+
+
+def test_moved_samples_are_explained_also_if_no_worker_was_lost() -> None:
+    account = SampleAccount(rounds=18, total=128, applied=120, skipped={"no backward pass": 8}, carried_over=8)
+    assert shared(msgspec.to_builtins(account), 2) == [
+        "120 of 128 applied in 18 batches, which the workers shared",
+        "8 skipped: 8 no backward pass",
+        "8 moved to a later batch: a worker was lost or inactive, or had left out its part of the batch before, on "
+        "which others stepped",
+    ]
 
 
 def test_the_steps_of_a_custom_loader_are_counted_at_the_end() -> None:

@@ -254,6 +254,50 @@ def test_a_worker_that_skips_a_nan_receives_the_state_of_the_others(workers: int
     assert group.view.transfers == 2 + workers - 1  # and the initial state
 
 
+@pytest.mark.parametrize(("left_out", "batches"), [(0, 4), (1, 4), (2, 5), (3, 4)])
+def test_a_part_that_is_left_out_adds_a_batch_only_if_the_next_one_is_the_last(left_out: int, batches: int) -> None:
+    """The worker computes its part of the next batch with old parameters: it is moved to a later batch of the pass."""
+    group = Group()
+
+    def script(join: Join) -> nn.Module:
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.05)
+        with join(model, optimizer) as run:
+            for number, batch in enumerate(run.batches(TensorDataset(*DATA[:24]), batch_size=6)):
+                if run.rank != 1 or number != left_out:
+                    train(model, optimizer, batch)
+        return model
+
+    assert equal_models(run_group(script, 2, group))
+    view = group.view
+    assert (view.batches, view.applied, view.skipped) == (batches, 21, (("no backward pass", 3),))
+    assert view.carried_over == (3 if left_out < 3 else 0)
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_leaving_out_a_batch_by_the_mean_loss_is_the_same_on_all_workers(workers: int) -> None:
+    inputs, labels = DATA[:24]
+    poisoned = TensorDataset(inputs.clone().index_fill_(0, torch.tensor([9]), math.nan), labels)
+    group = Group()
+
+    def script(join: Join) -> nn.Module:
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.05)
+        with join(model, optimizer) as run:
+            for x, y in run.batches(poisoned, batch_size=6):
+                loss = cross_entropy(model(x), y)
+                if math.isnan(run.mean(loss)):
+                    continue
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        return model
+
+    assert equal_models(run_group(script, workers, group))
+    view = group.view
+    assert (view.batches, view.applied, sum(dict(view.skipped).values()), view.carried_over) == (4, 18, 6, 0)
+
+
 def test_the_gradient_of_the_remaining_parts_is_their_mean() -> None:
     """With integers, the mean over the samples that arrived is exact."""
     data = TensorDataset(torch.tensor([[1.0], [2.0], [3.0], [math.nan]]).double())

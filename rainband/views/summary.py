@@ -65,6 +65,8 @@ def headline(ended: RunEnded, training_s: float, is_virtual: bool = False, resto
     counts: Mapping[str, Any] = ended.accounting
     steps = counts.get("untracked_pushes", 0)
     done = count(steps, "step") if steps and not ended.samples else count(ended.samples, "sample")
+    if ended.samples and (skipped := sum(counts.get("skipped", {}).values())):
+        done += f" (with those of {count(skipped, 'skipped batch')})"
     after = f"{ended.outcome} after {duration(ended.seconds)}{' of simulated time' if is_virtual else ''}: {done}"
     number, unit = (ended.samples, "samples") if ended.samples else (steps, "steps")
     if not number or not training_s:
@@ -117,7 +119,10 @@ def shared(samples: Mapping[str, Any], num_workers: int) -> list[str]:
     if skipped:
         lines.append(f"{whole(sum(skipped.values()))} skipped: {_by_reason(skipped)}")
     if carried := samples["carried_over"]:
-        lines.append(f"{whole(carried)} added to a later batch, because a worker was lost or had missed a step")
+        lines.append(
+            f"{whole(carried)} moved to a later batch: a worker was lost or inactive, or had left out its part of the "
+            "batch before, on which others stepped"
+        )
     if samples["not_seen"]:
         lines.append(f"{whole(samples['not_seen'])} of a lost worker not seen, because their pass ended")
     if samples["total"] > done:
@@ -125,7 +130,7 @@ def shared(samples: Mapping[str, Any], num_workers: int) -> list[str]:
     if drifted := samples["drifted"]:
         lines.append(f"{count(drifted, 'time')} a worker's parameters differed, and were replaced")
     if (returned := samples["transfers"] - drifted - num_workers + 1) > 0:
-        lines.append(f"{count(returned, 'time')} a worker that returned or had missed a step received the state")
+        lines.append(f"{count(returned, 'time')} a worker that returned or had left out a step received the state")
     return lines
 
 
