@@ -225,9 +225,130 @@ def own_generator(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
     return square(model(batch[0] + noise).sum(1) - noise.sum(1))
 
 
+def penalty_or_nothing(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    try:
+        penalty = torch.stack([square(parameter) for parameter in model.parameters()]).sum()
+    except Exception:
+        penalty = torch.zeros(())
+    return square(model(batch[0])) + penalty
+
+
+def penalty_or_nothing_at_all(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    answer: Tensor = model(batch[0])
+    try:
+        return square(answer) + sum(square(parameter) for parameter in model.parameters())
+    except BaseException:
+        return square(answer)
+
+
+def twice_or_once(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    answer: Tensor = model(batch[0])
+    try:
+        return square(answer + model(batch[0]))
+    except Exception:
+        return square(answer)
+
+
+def looks_inside(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    return square(model(batch[0])) + sum(square(p) for p in model._parameters.values() if p is not None)
+
+
+def private_attribute(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    return square(model(batch[0])) * getattr(model, "_factor", 1.0)
+
+
+STATE, CALLS, SEEN, SUM = {"n": 0}, 0, [0.0], torch.zeros(1)
+
+
+class Annealing:
+    step = 0
+
+    def weight(self) -> float:
+        type(self).step += 1
+        return min(1.0, self.step / 16)
+
+
+ANNEALING = Annealing()
+
+
+def counts_in_a_dict(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    STATE["n"] += 1
+    return square(model(batch[0])) * min(1.0, STATE["n"] / 16)
+
+
+def counts_in_a_global(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    global CALLS
+    CALLS += 1
+    return square(model(batch[0])) * min(1.0, CALLS / 16)
+
+
+def counts_in_a_list(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    SEEN.append(float(batch[0].mean()))
+    return square(model(batch[0])) * len(SEEN)
+
+
+def counts_in_a_tensor(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    SUM.data += 1
+    return square(model(batch[0])) * SUM.item()
+
+
+def _count() -> int:
+    STATE["n"] += 1
+    return STATE["n"]
+
+
+def counts_in_a_function(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    return square(_count() * model(batch[0]))
+
+
+def counts_in_a_class(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    return ANNEALING.weight() * square(model(batch[0]))
+
+
+def _counting_loss() -> Loss:
+    calls = 0
+
+    def counts_in_a_closure(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return square(model(batch[0])) * calls
+
+    return counts_in_a_closure
+
+
+def counts_on_itself(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    vars(counts_on_itself)["calls"] = vars(counts_on_itself).get("calls", 0) + 1
+    return square(model(batch[0])) * vars(counts_on_itself)["calls"]
+
+
+def counts_in_a_default(model: nn.Module, batch: Sequence[Tensor], calls: list[int] = [0]) -> Tensor:  # noqa: B006
+    calls[0] += 1
+    return square(model(batch[0])) * calls[0]
+
+
+def draws_a_target_itself(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    target = torch.randn(batch[0].shape, generator=GENERATOR, dtype=batch[0].dtype)
+    return square(model(batch[0]).sum(1) - target.sum(1))
+
+
 @pytest.mark.parametrize(
     ("way", "told"),
     [
+        (penalty_or_nothing, r"uses model\.parameters: "),
+        (penalty_or_nothing_at_all, r"uses model\.parameters: "),
+        (twice_or_once, "calls its model twice"),
+        (looks_inside, r"uses model\._parameters: "),
+        (private_attribute, r"uses model\._factor: "),
+        (counts_in_a_dict, r"sets the global tests.test_split_loss.STATE\['n'\] before it calls the model"),
+        (counts_in_a_global, r"sets the global tests.test_split_loss.CALLS before"),
+        (counts_in_a_list, r"sets the global tests.test_split_loss.SEEN\[\d+\] before"),
+        (counts_in_a_tensor, r"sets the global tests.test_split_loss.SUM \(its values\) before"),
+        (counts_in_a_function, r"sets the global tests.test_split_loss.STATE\['n'\] before"),
+        (counts_in_a_class, r"sets the global tests.test_split_loss.ANNEALING's class.step before"),
+        (_counting_loss(), r"sets the task's 'way''s variable calls before"),
+        (counts_on_itself, r"sets the task's 'way'.calls before"),
+        (counts_in_a_default, r"sets the task's 'way''s default 0\[0\] before"),
+        (draws_a_target_itself, r"sets the global tests.test_split_loss.GENERATOR \(its values\) before"),
         (penalty, r"uses model\.parameters: .* set weight_decay, or compute it in the model's forward"),
         (penalty_before, r"uses model\.named_parameters: "),
         (attribute, r"uses model\.factor: over several machines it may only call its model"),
@@ -273,6 +394,35 @@ def test_a_loss_that_counts_its_calls_before_the_model_is_refused() -> None:
     task = Counting(before=False)
     check_loss(task, task.model(), task.data().batch(range(2)))
     assert task.__dict__["calls"] == 1
+
+
+CACHE: dict[str, Tensor] = {}
+
+
+def fills_a_cache(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    if "weight" not in CACHE:
+        CACHE["weight"] = torch.ones(8).double()
+    return square(model(batch[0] * CACHE["weight"]))
+
+
+def test_a_cache_that_the_first_call_fills_is_allowed() -> None:
+    task = Lossy(way=fills_a_cache)
+    check_loss(task, task.model(), task.data().batch(range(2)))
+    assert CACHE
+
+
+def catches_even_the_question(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    try:
+        return square(model(batch[0]))
+    except:  # noqa: E722
+        return batch[0].sum()
+
+
+def test_a_loss_that_catches_everything_still_gives_the_models_inputs() -> None:
+    batch = (torch.ones(2, 8).double(),)
+    call = LossCall(Lossy(way=catches_even_the_question), batch)
+    assert torch.equal(call.args[0], batch[0])
+    assert call.loss(torch.full((2, 3), 2.0)).item() == 4.0
 
 
 class OwnGenerator(TensorData):

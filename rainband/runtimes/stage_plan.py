@@ -87,7 +87,7 @@ def make_stage_plan(
 
 def _check_repeatable(task: Task, model: nn.Module, data: Data) -> None:
     """Refuse a loss and data that would differ between the workers of a replica."""
-    from rainband.model_parallel.graph.split_loss import check_loss
+    from rainband.model_parallel.graph.split_loss import check_calls, check_loss
     from rainband.tasks.task import is_repeatable
 
     if not is_repeatable(data):
@@ -96,8 +96,11 @@ def _check_repeatable(task: Task, model: nn.Module, data: Data) -> None:
             "replica would train on different ones: draw from torch's, numpy's or Python's global generator in the "
             "dataset, not from one of its own."
         )
-    if not any(parameter.is_meta for parameter in model.parameters()):
-        check_loss(task, model, data.batch(range(min(2, len(data)))))
+    batch = data.batch(range(min(2, len(data))))
+    if any(parameter.is_meta for parameter in model.parameters()):
+        check_calls(task, batch)
+    else:
+        check_loss(task, model, batch)
 
 
 def _planner(profile: Profile, workers: int, flow: PipelineOptions) -> Partitioner:

@@ -20,12 +20,15 @@ from torch.utils import _pytree as pytree
 from rainband.model.seeds import all_random_states, restore_random_states
 from rainband.model_parallel.graph.cut import cut, untouched
 from rainband.model_parallel.graph.graph import Cut, tensors_in
+from rainband.model_parallel.graph.loss_state import LossState
 from rainband.model_parallel.placement.measure import measure
 from rainband.model_parallel.placement.profile import Profile
 
 if TYPE_CHECKING:
     from rainband.tasks.task import Data, Task
 
+USED = ("forward", "training", "call_super_init")
+HELD = ("_parameters", "_buffers", "_modules")  # empty in the stand-in, which a loss would not notice
 WITHOUT = "or train the whole model on each worker (without stages)"
 
 
@@ -46,29 +49,77 @@ class _Asked(BaseException):  # not an Exception, which a loss may catch
         self.call = args, kwargs
 
 
+class _Refused(BaseException):  # not an Exception, which a loss may catch
+    """Raised by the stand-in for the model when the loss does what only one process can."""
+
+
 class _StandIn(nn.Module):
-    """Stands for the model inside a task's loss, which may only call it."""
+    """Stands for the model inside a task's loss, which may only call it.
+
+    Notes what it raised, because a loss may catch even a BaseException.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._raised: list[BaseException] = []
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        _refuse_modes(args, kwargs)
-        raise _Asked(args, kwargs)
+        self._check_modes(args, kwargs)
+        self._raise(_Asked(args, kwargs))
+
+    def _raise(self, error: BaseException) -> NoReturn:
+        self._raised.append(error)
+        raise error
+
+    def _check_modes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if text := _refused_mode(args, kwargs):
+            self._raise(_Refused(text))
+
+    def _refuse_use(self, what: str) -> NoReturn:
+        self._raise(_Refused(_refused_use(what)))
+
+    @property
+    def _call(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The arguments of the first call, if there was one."""
+        return next((error.call for error in self._raised if isinstance(error, _Asked)), None)
 
     def __getattribute__(self, name: str) -> Any:
-        if not name.startswith("_") and name not in ("forward", "training", "call_super_init"):
-            _refuse_use(f"model.{name}")
+        if name in HELD or (not name.startswith("_") and name not in USED):
+            self._refuse_use(f"model.{name}")
         return super().__getattribute__(name)
 
+    def __getattr__(self, name: str) -> NoReturn:
+        if not name.startswith("__"):
+            self._refuse_use(f"model.{name}")
+        raise AttributeError(name)
+
     def __getitem__(self, index: Any) -> NoReturn:
-        _refuse_use("model[...]")
+        self._refuse_use("model[...]")
 
     def __iter__(self) -> NoReturn:
-        _refuse_use("the layers of the model")
+        self._refuse_use("the layers of the model")
 
     def __len__(self) -> NoReturn:
-        _refuse_use("len(model)")
+        self._refuse_use("len(model)")
 
     def __bool__(self) -> bool:
         return True  # as a module without len() is
+
+
+def _compute(task: Task, model: _StandIn, batch: Any) -> Any:
+    """Return the task's loss, or None if it only called for an answer; raise ValueError for what it may not do."""
+    try:
+        return task.loss(model, batch)
+    except (_Asked, _Refused):
+        return None
+    except Exception:
+        if not model._raised:
+            raise
+        return None
+    finally:
+        for error in model._raised:
+            if isinstance(error, _Refused):
+                raise ValueError(str(error)) from None
 
 
 class _Answering(_StandIn):
@@ -81,26 +132,27 @@ class _Answering(_StandIn):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self._answers:
-            raise ValueError("the task's loss calls its model twice: over several machines it may be called once.")
+            self._raise(_Refused("the task's loss calls its model twice: over several machines it may be called once."))
         if not _are_equal((args, kwargs), self._inputs):
-            raise ValueError(
+            text = (
                 "the task's loss gives its model other inputs when it is called again with the same batch and random "
                 "numbers, as machines that compute one model together do: draw random numbers from torch's, numpy's or "
                 f"Python's global generator, not from one of your own, and count nothing in the loss, {WITHOUT}."
             )
+            self._raise(_Refused(text))
         return self._answers.pop()
 
 
-def _refuse_use(what: str) -> NoReturn:
-    raise ValueError(
+def _refused_use(what: str) -> str:
+    return (
         f"the task's loss uses {what}: over several machines it may only call its model, because no machine has all of "
         "it. For a penalty on the parameters, set weight_decay, or compute it in the model's forward and return it "
         f"with the answer, {WITHOUT}."
     )
 
 
-def _refuse_modes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse what would change how the whole model is computed, and not how the machines compute its stages."""
+def _refused_mode(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    """Return why a call is refused: it would change how the whole model is computed, and not how its stages are."""
     if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
         mode = "under torch.autocast: enter it in the forward of a submodule that is marked with split_marks.whole"
     elif not torch.is_grad_enabled():
@@ -108,8 +160,8 @@ def _refuse_modes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     elif any(tensor.requires_grad for tensor in tensors_in((tuple(args), dict(kwargs)))):
         mode = "with inputs that require gradients: compute what needs these gradients in the model's forward"
     else:
-        return
-    raise ValueError(f"over several machines the task's loss cannot call its model {mode}, {WITHOUT}.")
+        return None
+    return f"over several machines the task's loss cannot call its model {mode}, {WITHOUT}."
 
 
 def _are_equal(one: Any, other: Any) -> bool:
@@ -143,35 +195,47 @@ class LossCall:
     def loss(self, answer: Any) -> Tensor:
         """Return the loss of the model's answer, computed with the random numbers that one process would draw."""
         restore_random_states(self.states)
-        return self.task.loss(_Answering((self.args, self.kwargs), answer), self.batch)
+        loss: Tensor = _compute(self.task, _Answering((self.args, self.kwargs), answer), self.batch)
+        return loss
 
 
 def inputs_of(task: Task, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments with which the task's loss calls the model for this batch."""
     model = _StandIn()
     before = vars(model).keys() | set()
-    try:
-        task.loss(model, batch)
-    except _Asked as asked:
-        if changed := vars(model).keys() - before:
-            _refuse_use(f"model.{min(changed)} = ...")
-        return asked.call
-    raise ValueError("the task's loss does not call the model, so there is nothing to run on several machines.")
+    _compute(task, model, batch)
+    if model._call is None:
+        raise ValueError("the task's loss does not call the model, so there is nothing to run on several machines.")
+    if changed := vars(model).keys() - before:
+        raise ValueError(_refused_use(f"model.{min(changed)} = ..."))
+    return model._call
 
 
 def check_loss(task: Task, model: nn.Module, batch: Any) -> None:
     """Compute the loss of a batch as several machines do; raise ValueError if they could not."""
-    before, states = dict(getattr(task, "__dict__", {})), all_random_states()
+    states = all_random_states()
     call = LossCall(task, batch)
-    if changed := [name for name, value in getattr(task, "__dict__", {}).items() if before.get(name) is not value]:
-        raise ValueError(
-            f"the task's loss sets the task's '{changed[0]}' before it calls the model: over several machines it is "
-            f"called several times for each batch. Set nothing there, {WITHOUT}."
-        )
     with untouched(model):
         answer = model(*call.args, **call.kwargs)
     call.loss(pytree.tree_map_only(Tensor, lambda t: t.requires_grad_(t.is_floating_point()), answer))
     restore_random_states(states)
+    check_calls(task, call.batch)
+
+
+def check_calls(task: Task, batch: Any) -> None:
+    """Raise ValueError if the loss counts its calls, or draws from its own generator, before it calls the model."""
+    states = all_random_states()
+    inputs_of(task, copy.deepcopy(batch))  # fills what it caches
+    before = LossState(task)
+    inputs_of(task, batch)
+    changed = LossState(task).changed_since(before)
+    restore_random_states(states)
+    if changed:
+        raise ValueError(
+            f"the task's loss sets {changed} before it calls the model: over several machines it is called several "
+            "times for each batch. Set and count nothing there, and draw random numbers from torch's, numpy's or "
+            f"Python's global generator, {WITHOUT}."
+        )
 
 
 def build_model(task: Task) -> nn.Module:
