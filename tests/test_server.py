@@ -171,6 +171,36 @@ def test_a_skipped_work_item_does_not_decide_the_rate_of_its_round() -> None:
     assert value_of(server.blocks[0]) == -0.125
 
 
+def test_a_round_of_different_rates_uses_that_of_its_first_batch_and_warns_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server = new_server(num_blocks=2, plan=(plan := rounds_plan(items_per_round=2)), lr=0.5)
+
+    for step in range(2):
+        for index in range(2):
+            send(server, item_push(plan, step, 0, worker=0, block=index))
+            changed = settings(server, 0.125) if step == 0 else ()
+            send(server, item_push(plan, step, 1, worker=1, block=index, groups=changed))
+
+    assert value_of(server.blocks[0]) == -1.0  # two steps of 0.5
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert (
+        "different optimizer settings (worker 0 lr=0.5, worker 1 lr=0.125): this update uses those of worker 0"
+        in message
+    )
+    assert "Set the learning rate by the epoch or by run.progress" in message
+
+
+def test_a_round_of_equal_rates_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    server = new_server(plan=(plan := rounds_plan(items_per_round=2)), lr=0.5)
+
+    for worker in range(2):
+        send(server, item_push(plan, 0, worker, worker=worker, groups=settings(server, 0.125)))
+
+    assert value_of(server.blocks[0]) == -0.125
+    assert not caplog.records
+
+
 def test_the_answer_says_which_push_which_version_and_whose_slot() -> None:
     server = new_server()
     outs = server.receive(WORKERS[0], make_push(named(0, 0), sequence=9, slot=3), full(1.0))

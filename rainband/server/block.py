@@ -5,6 +5,7 @@ Blocks share nothing, so each can be copied, saved, restored and moved by itself
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from rainband.protocol.vectors import Operation
     from rainband.rules.rule import Rule
     from rainband.strategy import ServerPart
+
+log = logging.getLogger("rainband")
 
 
 class Block:
@@ -52,6 +55,7 @@ class Block:
         self.values = self.parameters.values  # in the precision in which they are kept
         self.accounting = BlockAccounting(plan, staleness)
         self.version = 0
+        self.warned_of_rates = False
         self.loaded = False
         self.waiting: dict[Peer, Pull] = {}  # readers that are not admitted yet, longest first
 
@@ -85,8 +89,25 @@ class Block:
         sender = pushes[0]
         if sender.skip:  # a skip brings no settings
             sender = next((push for push in pushes if not push.skip), sender)
+        if self.index == 0 and len(pushes) > 1 and not self.warned_of_rates:  # the first block, so once in a run
+            self._warn_of_rates(pushes, sender.worker)
         self.parameters.step(gradient, absent, lr_scale, sender.worker, self.version + 1)
         self.version += 1
+
+    def _warn_of_rates(self, pushes: Sequence[Push], used: int) -> None:
+        """Say so if an update uses one worker's optimizer settings for gradients of others with different settings."""
+        rates = self.parameters.differing_rates(sorted({push.worker for push in pushes if not push.skip}))
+        if not rates:
+            return
+        self.warned_of_rates = True
+        told = ", ".join(f"worker {worker} lr={_in_short(lrs)}" for worker, lrs in rates.items())
+        log.warning(
+            "workers whose gradients are averaged have different optimizer settings (%s): this update uses those of "
+            "worker %d, and later ones those of their first batch's worker. Set the learning rate by the epoch or by "
+            "run.progress, the same on all workers, not by a worker's own count of batches or its own loss.",
+            told,
+            used,
+        )
 
     def advance(self, pushes: Sequence[Push]) -> None:
         self.parameters.publish(self.version + 1)
@@ -119,3 +140,7 @@ class Block:
 
     def tally(self) -> Tally:
         return self.accounting.tally(self.rule.buffered)
+
+
+def _in_short(rates: Sequence[object]) -> str:
+    return ", ".join(dict.fromkeys(f"{rate:g}" if isinstance(rate, float) else str(rate) for rate in rates))

@@ -108,6 +108,16 @@ class BlockParameters:
         self.groups_of[worker] = self.groups = groups
         return ""
 
+    def differing_rates(self, workers: Collection[int]) -> dict[int, list[object]]:
+        """Return the learning rates of these workers' parameter groups, if their optimizer settings differ."""
+        if not self.groups_of:
+            return {}
+        groups = {worker: self.groups_of.get(worker, self.first_groups) for worker in workers}
+        first = next(iter(groups.values()), ())
+        if all(settings == first for settings in groups.values()):
+            return {}
+        return {worker: [group.get("lr") for group in settings] for worker, settings in groups.items()}
+
     def step(self, gradient: Tensor, absent: Collection[int], lr_scale: float, worker: int, version: int) -> None:
         """Apply a gradient with its sender's settings; the result is this version."""
         if self.groups_of:
