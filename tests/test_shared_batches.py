@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,28 @@ def trained(strategy: rainband.Strategy, folder: Path, workers: int, **given: An
         **given,
     )
     return parameters(rainband.fit(task, strategy, workers, runtime="sim", runs=folder))
+
+
+@pytest.mark.parametrize("strategy", [Single(), Sync()])
+def test_drop_last_leaves_out_the_short_last_batch_of_each_epoch(strategy: rainband.Strategy, tmp_path: Path) -> None:
+    """33 samples in batches of 16: without the last one, BatchNorm never gets a single sample."""
+    data = torch.utils.data.TensorDataset(torch.randn(33, 6), torch.zeros(33, 1))
+
+    def task(drop_last: bool) -> rainband.ModuleTask:
+        return rainband.ModuleTask(
+            lambda: torch.nn.Sequential(torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 1)),
+            data,
+            torch.nn.functional.mse_loss,
+            batch_size=16,
+            epochs=3,
+            drop_last=drop_last,
+        )
+
+    result = rainband.fit(task(True), strategy, 1, runtime="sim", runs=tmp_path)
+    assert (result.accounting.applied, result.module[0].num_batches_tracked.item()) == (6, 6)
+    with pytest.raises(Exception, match="more than 1 value per channel") as caught:
+        rainband.fit(task(False), strategy, 1, runtime="sim", runs=tmp_path)
+    assert "drop_last=True" in "".join(traceback.format_exception(caught.value))
 
 
 @pytest.mark.parametrize(

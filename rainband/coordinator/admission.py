@@ -228,12 +228,13 @@ class Admission:
             "the number of samples": (join.num_samples, plan.num_samples),
             "the model": (join.layout.digest(), plan.layout),
             "the batch size": (join.batch_size, plan.batch_size),
+            "drop_last": (join.drop_last, plan.drop_last),
             "the strategy": ((join.batches_per_item, join.rounds), (first.batches_per_item, first.rounds)),
             "the optimizer": (_optimizer_of(join), _optimizer_of(first)),
             **_differing_settings(join, first),
         }
         if join.custom_loop:  # its data is known later
-            for later in ("the data", "the number of samples", "the batch size"):
+            for later in ("the data", "the number of samples", "the batch size", "drop_last"):
                 del pairs[later]
         differing = {what: f"{what} is {mine}, not {ours}" for what, (mine, ours) in pairs.items() if mine != ours}
         advice = f" {EQUAL_DATA}" if "the data" in differing else ""

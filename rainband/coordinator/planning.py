@@ -83,6 +83,7 @@ class Planning:
             pairs |= {
                 "the number of samples": (join.num_samples, plan.num_samples),
                 "the batch size": (join.batch_size, plan.batch_size),
+                "drop_last": (join.drop_last, plan.drop_last),
             }
             if not restore.force:
                 pairs["the data"] = (join.fingerprint, plan.fingerprint)
@@ -195,7 +196,7 @@ def _other_model(here: Layout, there: Layout) -> str:
 
 
 def _data_of(join: Join) -> Dataset:
-    return Dataset(join.fingerprint, join.num_samples, join.batch_size, join.epochs)
+    return Dataset(join.fingerprint, join.num_samples, join.batch_size, join.epochs, join.drop_last)
 
 
 def _portion_batches(

@@ -415,6 +415,7 @@ class Join(Message, frozen=True, tag=100):
     coordinated: bool = False  # full-batch: the coordinator part decides how often the data is used
     address: Address | None = None  # where the other workers of its replica reach it; none: it computes the whole model
     shares_batches: bool = False  # the workers share each batch, and average gradients among themselves
+    drop_last: bool = False  # the task leaves out an epoch's last batch if it is short
 
 
 class Dataset(Message, frozen=True, tag=101):

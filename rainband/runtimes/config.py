@@ -8,8 +8,9 @@ import msgspec
 
 from rainband.model_parallel.placement.stage_plan import StagePlan
 from rainband.options import OptionError, RunOptions, opt
-from rainband.protocol.messages import Address
+from rainband.protocol.messages import Address, Dataset
 from rainband.strategy import Requirements
+from rainband.tasks.task import Data, Task, drops_last, fingerprint
 from rainband.transports.tls.certificate import Certificate
 
 
@@ -159,3 +160,14 @@ def check_ray(options: RunOptions, name: str, requires: Requirements) -> None:
         for resource, amount in (options.get(needs) or {}).items():  # type: ignore[attr-defined]
             if isinstance(amount, bool) or not isinstance(amount, int | float) or not amount >= 0:
                 raise OptionError(f"{opt(needs)}: {resource}={amount} must be a number of at least 0.")
+
+
+def dataset_of(task: Task, data: Data, config: RunConfig) -> Dataset:
+    """Return the description of a task's data with the options of this run."""
+    return Dataset(
+        fingerprint(data),
+        len(data),
+        config.batch_size or task.batch_size,
+        config.epochs or task.epochs,
+        drops_last(task),
+    )

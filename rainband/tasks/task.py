@@ -37,7 +37,8 @@ class Task(Protocol):
 
     A task may also have `groups(model) -> list[dict]`: parameter groups with their own lr or weight_decay, as
     torch.optim takes them. With `optimizer(parameters)`, and perhaps `scheduler(optimizer)`, that return objects of
-    torch.optim, strategies whose workers make the steps (sync, single) use these in place of their own.
+    torch.optim, strategies whose workers make the steps (sync, single) use these in place of their own. With
+    `drop_last = True`, an epoch's last batch is left out if it is short.
     """
 
     @property
@@ -75,6 +76,11 @@ def own_scheduler(task: Task) -> Callable[[Any], Any] | None:
     """Return what makes the scheduler of the task's own optimizer, if it has one."""
     scheduler: Callable[[Any], Any] | None = getattr(task, "scheduler", None)
     return scheduler
+
+
+def drops_last(task: Task) -> bool:
+    """Return whether the task leaves out an epoch's last batch if it is short."""
+    return bool(getattr(task, "drop_last", False))
 
 
 class TensorData:
@@ -165,6 +171,7 @@ class ModuleTask:
     # (parameters) -> torch optimizer, in place of the strategy's: for sync and single, where workers make the steps
     optimizer: Callable[[Iterable[Any]], Any] | None = None
     scheduler: Callable[[Any], Any] | None = None  # (optimizer) -> scheduler, stepped after each batch
+    drop_last: bool = False  # leave out an epoch's last batch if it is short
 
     def __post_init__(self) -> None:
         if hasattr(self.module, "state_dict") and not isinstance(self.module, type):

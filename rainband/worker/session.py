@@ -97,6 +97,7 @@ def join_of(
         coordinated=requires.coordinated,
         shares_batches=requires.in_rounds,
         address=address,
+        drop_last=data.drop_last and not requires.coordinated,  # full-batch strategies use every sample
     )
 
 

@@ -32,6 +32,11 @@ from rainband.worker.saving.snapshots import WorkerSnapshots
 from rainband.worker.shared_batches import SharedBatches, WorkerRounds
 from rainband.worker.work_items import StillNeeded
 
+ONE_SAMPLE = (
+    "BatchNorm cannot normalize a single sample: let the task leave out an epoch's short last batch with "
+    "drop_last=True, or choose a batch size that leaves no batch, and no worker's part of one, with a single sample."
+)
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -190,7 +195,12 @@ class ModuleWorker:
     def _compute(self, batch: Batch, samples: Any, num_samples: int) -> Gradient:
         for parameter in self.flat.parameters:
             parameter.grad = None
-        loss = self.task.loss(self.module, samples)
+        try:
+            loss = self.task.loss(self.module, samples)
+        except ValueError as error:
+            if num_samples == 1 and "more than 1 value per channel" in str(error):
+                error.add_note(ONE_SAMPLE)
+            raise
         loss.backward()  # type: ignore[no-untyped-call]
         self.flat.check()
         gradient = Gradient(self.tensors(), (batch,), num_samples, loss.item())

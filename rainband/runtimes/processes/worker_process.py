@@ -15,20 +15,20 @@ from rainband.model.save import load_weights
 from rainband.model.seeds import global_generators_from
 from rainband.observer import Observer, join_observers
 from rainband.plugins import load_strategy
-from rainband.protocol.messages import Address, Dataset, Peer
+from rainband.protocol.messages import Address, Peer
 from rainband.record.message_cost import WorkerCost
 from rainband.record.record import Recorder
 from rainband.record.spans import SpanFile, SpanRecorder
 from rainband.runtimes.checkpoints.place import opened
 from rainband.runtimes.checkpoints.restore import begin_checkpoints
-from rainband.runtimes.config import Job
+from rainband.runtimes.config import Job, dataset_of
 from rainband.runtimes.hogwild.worker import MemoryModel, MessageCheck
 from rainband.runtimes.processes.compute import min_step_time, prefetched
 from rainband.runtimes.processes.drive import drive
 from rainband.runtimes.processes.worker_link import WorkerLink
 from rainband.strategy import Strategy
 from rainband.tasks.load import load_task
-from rainband.tasks.task import Data, Task, fingerprint, parameter_groups
+from rainband.tasks.task import Data, Task, parameter_groups
 from rainband.transports.collectives.average import GroupAverage
 from rainband.transports.collectives.shared import SharedGroup
 from rainband.transports.shared_rounds import SharedBoard
@@ -63,8 +63,7 @@ class WorkerProcess(WorkerLink):
         server_part = strategy.server(self.config.num_replicas)
         if server_part is not None:
             build(server_part.optimizer, [torch.zeros(1)])  # reports a wrong setting here, before a server does
-        batch_size, epochs = self.config.batch_size or task.batch_size, self.config.epochs or task.epochs
-        dataset = Dataset(fingerprint(data), len(data), batch_size, epochs)
+        dataset = dataset_of(task, data, self.config)
         join = join_of(strategy, flat.layout, dataset, address=self._address())
         self.session.prepare(strategy, join, model)
 

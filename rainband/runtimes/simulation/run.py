@@ -23,7 +23,7 @@ from rainband.plugins import load_strategy
 from rainband.protocol.messages import Address, Dataset, Join
 from rainband.record.spans import Span, write_spans
 from rainband.runtimes.checkpoints.restore import access_of
-from rainband.runtimes.config import RunConfig
+from rainband.runtimes.config import RunConfig, dataset_of
 from rainband.runtimes.hogwild.server import HogwildServer
 from rainband.runtimes.processes.server_process import leave_out_the_compiler
 from rainband.runtimes.run import Run, RunResult, View
@@ -39,7 +39,7 @@ from rainband.runtimes.simulation.stages import StageCompute
 from rainband.runtimes.stage_forecast import predicted_of
 from rainband.strategy import Strategy
 from rainband.tasks.load import load_task
-from rainband.tasks.task import Data, Task, fingerprint, parameter_groups
+from rainband.tasks.task import Data, Task, drops_last, parameter_groups
 from rainband.worker.session import join_of
 from rainband.worker.worker import check_optimizer
 
@@ -245,7 +245,7 @@ def make_scenario(config: RunConfig, task: Task | None = None, strategy: Strateg
     data = task.data()
     if config.stage_plan is not None:
         return _in_stages(config, config.stage_plan, strategy, task, data)
-    dataset = Dataset(fingerprint(data), len(data), *_sizes(config, task))
+    dataset = dataset_of(task, data, config)
     return scenario_of(strategy, task, flat, data, config.num_workers, dataset)
 
 
@@ -254,7 +254,9 @@ def scenario_of(
 ) -> Scenario:
     """Build a scenario whose workers compute gradients with one module; `dataset` defaults to the task's settings."""
     shared_module = SharedModule(flat)
-    join = join_of(strategy, flat.layout, dataset or Dataset("", len(data), task.batch_size, task.epochs))
+    join = join_of(
+        strategy, flat.layout, dataset or Dataset("", len(data), task.batch_size, task.epochs, drops_last(task))
+    )
     if strategy.requires.shared_memory:
         hogwild_server = HogwildServer(bytearray)
         compute = partial(HogwildCompute, shared_module, task, data, num_workers, hogwild_server)
@@ -266,7 +268,7 @@ def _in_stages(config: RunConfig, plan: StagePlan, strategy: Strategy, task: Tas
     def stage_compute(index: int) -> StageCompute:
         return StageCompute(task, data, plan, index % plan.size, config.num_replicas, config.seed)
 
-    dataset = Dataset(fingerprint(data), len(data), *_sizes(config, task))
+    dataset = dataset_of(task, data, config)
     join = join_of(strategy, stage_compute(0).flat.layout, dataset, address=Address("", 0))
     return Scenario(strategy, join, lambda: stage_compute(0), real=True, stage_compute=stage_compute)
 
@@ -282,7 +284,7 @@ def _time_only(config: RunConfig, strategy: Strategy, task: Task, flat: Flat) ->
     else:
         own = 1 if strategy.requires.split_batches else config.num_workers  # batches of a step
         num_samples, epochs = config.sim.steps * own * batch_size, 1
-    join = join_of(strategy, flat.layout, Dataset("", num_samples, batch_size, epochs))
+    join = join_of(strategy, flat.layout, Dataset("", num_samples, batch_size, epochs, drops_last(task)))
     timing = TimingOnly(config.num_workers)
     return Scenario(strategy, join, lambda: timing, real=False, aggregated=is_aggregated(config))
 
