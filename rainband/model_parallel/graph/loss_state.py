@@ -173,9 +173,9 @@ def _inside_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
     """Return what a function of the user can change: its closure, defaults and attributes, and the globals it names."""
     if not _is_of_the_user(function.__module__):
         return
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+    for name, variable in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
-            yield f"'s variable {name}", cell.cell_contents
+            yield f"'s variable {name}", variable.cell_contents
         except ValueError:  # not assigned yet
             continue
     yield from ((f"'s default {index}", found) for index, found in enumerate(function.__defaults__ or ()))

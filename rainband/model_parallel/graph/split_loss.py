@@ -49,7 +49,7 @@ class _Asked(BaseException):  # not an Exception, which a loss may catch
         self.call = args, kwargs
 
 
-class _Refused(BaseException):  # not an Exception, which a loss may catch
+class _LossRefused(BaseException):  # not an Exception, which a loss may catch
     """Raised by the stand-in for the model when the loss does what only one process can."""
 
 
@@ -73,10 +73,10 @@ class _StandIn(nn.Module):
 
     def _check_modes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if text := _refused_mode(args, kwargs):
-            self._raise(_Refused(text))
+            self._raise(_LossRefused(text))
 
     def _refuse_use(self, what: str) -> NoReturn:
-        self._raise(_Refused(_refused_use(what)))
+        self._raise(_LossRefused(_refused_use(what)))
 
     @property
     def _call(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -110,7 +110,7 @@ def _compute(task: Task, model: _StandIn, batch: Any) -> Any:
     """Return the task's loss, or None if it only called for an answer; raise ValueError for what it may not do."""
     try:
         return task.loss(model, batch)
-    except (_Asked, _Refused):
+    except (_Asked, _LossRefused):
         return None
     except Exception:
         if not model._raised:
@@ -118,7 +118,7 @@ def _compute(task: Task, model: _StandIn, batch: Any) -> Any:
         return None
     finally:
         for error in model._raised:
-            if isinstance(error, _Refused):
+            if isinstance(error, _LossRefused):
                 raise ValueError(str(error)) from None
 
 
@@ -132,14 +132,16 @@ class _Answering(_StandIn):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self._answers:
-            self._raise(_Refused("the task's loss calls its model twice: over several machines it may be called once."))
+            self._raise(
+                _LossRefused("the task's loss calls its model twice: over several machines it may be called once.")
+            )
         if not _are_equal((args, kwargs), self._inputs):
             text = (
                 "the task's loss gives its model other inputs when it is called again with the same batch and random "
                 "numbers, as machines that compute one model together do: draw random numbers from torch's, numpy's or "
                 f"Python's global generator, not from one of your own, and count nothing in the loss, {WITHOUT}."
             )
-            self._raise(_Refused(text))
+            self._raise(_LossRefused(text))
         return self._answers.pop()
 
 
