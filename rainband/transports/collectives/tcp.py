@@ -179,9 +179,13 @@ class TcpGroup(Group):
             link.queue_report(LossReport(self._round, self._attempt, self._lost, self._done))
         self._messages = None
         deadline = time.monotonic() + LAST_WORDS_S
-        while not self._flushed() and time.monotonic() < deadline:
+        # Until the others have answered: a connection that closes with unread data in it may lose the report.
+        while not (self._flushed() and self._all_reported()) and time.monotonic() < deadline:
             if not self._pump():
-                self._sleep(deadline - time.monotonic())
+                self._sleep(max(0.0, deadline - time.monotonic()))
+
+    def _all_reported(self) -> bool:
+        return self.on_lost == "continue" or all(link.report is not None for link in self.links.values())
 
     def _whole_group(self, call: Call) -> tuple[int, ...]:
         try:
