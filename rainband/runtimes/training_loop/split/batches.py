@@ -124,6 +124,9 @@ class SamplerOrder:
 
 # ---- loading the parts ----
 
+# Arguments of a DataLoader that it refuses, or that mean nothing, without processes of its own.
+OF_PROCESSES = frozenset(("num_workers", "prefetch_factor", "persistent_workers", "timeout", "multiprocessing_context"))
+
 
 class PartLoader:
     """Loads this worker's parts, some rounds ahead if the DataLoader has processes of its own.
@@ -137,7 +140,8 @@ class PartLoader:
         self.dataset = dataset
         self.arguments = arguments
         self.ahead = bool(arguments.get("num_workers"))
-        self.collate = parts_loader(dataset, self, {**arguments, "num_workers": 0}).collate_fn
+        in_this_process = {name: given for name, given in arguments.items() if name not in OF_PROCESSES}
+        self.collate = parts_loader(dataset, self, in_this_process).collate_fn
         self.coming: Iterator[list[int]] = iter(())  # whole batches of the rounds to come
         self.last: Part | None = None
         self.due: deque[list[int]] = deque()  # parts that are being loaded

@@ -1,0 +1,20 @@
+"""The DataLoader that loads a worker's parts of batches."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from rainband.rounds.exchange import Part
+from rainband.runtimes.training_loop.split.batches import PartLoader
+
+
+def test_arguments_of_loader_processes_are_not_used_in_this_process() -> None:
+    """A DataLoader with processes has a prefetch factor, which one without them refuses."""
+    dataset = TensorDataset(torch.arange(8.0))
+    own = DataLoader(dataset, num_workers=2, persistent_workers=True, timeout=60)
+    names = ("num_workers", "prefetch_factor", "persistent_workers", "timeout")
+    loader = PartLoader(dataset, {name: getattr(own, name) for name in names})
+    loader.ahead = False
+    (loaded,) = loader.load(Part((2, 5), 0, 2, 4), iter(()))
+    assert loaded.tolist() == [2.0, 5.0]
