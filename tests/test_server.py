@@ -672,6 +672,20 @@ def test_a_report_counts_what_was_refused_and_how_stale_what_was_applied_was() -
     assert told.staleness == {0: {0: 1, 2: 1}, 1: {1: 1}}
 
 
+def test_a_flush_refuses_later_pushes_of_lost_workers_and_of_their_earlier_processes() -> None:
+    server = new_server()
+    server.receive(COORDINATOR, Flush(((0, 1),)))
+    server.receive(COORDINATOR, Flush())  # a second one forgets nothing
+
+    def result(worker: int, incarnation: int, k: int) -> PushResult:
+        outs = server.receive(Peer("worker", worker, incarnation), make_push(named(0, k), worker=worker), full(1.0))
+        return next(out.message.result for out in outs if isinstance(out.message, Ack))
+
+    assert result(0, 0, 0) == result(0, 1, 0) == PushResult.REVOKED
+    assert report(server).blocks[0].accepted == 0
+    assert result(0, 2, 0) == result(1, 0, 1) == PushResult.ACCEPTED
+
+
 def test_flush_and_forget_change_no_round_that_is_not_complete() -> None:
     server, plan = a_server_in_round(0, items_per_round=2)
     send(server, item_push(plan, 0, position=0, worker=1))

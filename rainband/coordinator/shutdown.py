@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -82,9 +83,6 @@ class RunEnd:
             state.live -= 1
         worker.ended = True
         worker.leases.clear()
-        if state.phase is Phase.FINISHING and state.outcome != "finished":
-            for server in state.servers.values():  # the worker's last pushes may have come after a flush
-                server.has_new_pushes()
         if state.phase is Phase.CONCLUDING and state.is_custom_loop():
             # It was declared lost before, and has ended after all.
             self.last_pulls.add(worker.peer.index)
@@ -157,7 +155,7 @@ class RunEnd:
         state = self.state
         state.enter(Phase.FLUSHING)
         if state.settings.num_servers:
-            return [CoordinatorOutput(s.peer, Flush()) for s in state.servers.values() if s.begins_to_flush()]
+            return flushes(state, list(state.servers.values()))
         return self._finish() + self.when_all_ended()
 
     def flushed(self, server: ServerState) -> list[CoordinatorOutput]:
@@ -180,7 +178,7 @@ class RunEnd:
             return []  # stopped within an iteration: it first restores the parameters at its start
         unflushed = [s for s in state.servers.values() if s.peer.role == "server" and not s.flushed]
         if unflushed:  # the run was stopped: buffered gradients are part of its model
-            return [CoordinatorOutput(s.peer, Flush()) for s in unflushed if s.begins_to_flush()]
+            return flushes(state, unflushed)
         return self._conclude()
 
     def _conclude(self) -> list[CoordinatorOutput]:
@@ -272,3 +270,17 @@ class RunEnd:
         return [
             CoordinatorOutput(peer, Shutdown(state.reason)) for peer in [w.peer for w in state.connected()] + servers
         ]
+
+
+def flushes(state: RunState, servers: Sequence[ServerState]) -> list[CoordinatorOutput]:
+    """Ask servers to flush, and to refuse what lost workers push from then on: the model would lack it.
+
+    An inactive worker counts as lost when the run has been stopped, because the others do not wait for it.
+    """
+    is_stopped = state.phase is Phase.FINISHING
+    lost = [
+        (index, w.peer.incarnation - (w.connected and (w.ended or w.active or w.paused or not is_stopped)))
+        for index, w in sorted(state.workers.items())
+    ]
+    flush = Flush(tuple((index, incarnation) for index, incarnation in lost if incarnation >= 0))
+    return [CoordinatorOutput(s.peer, flush) for s in servers if s.begins_to_flush()]

@@ -127,7 +127,6 @@ class ServerState:
     ready: bool = False
     flushed: bool = False  # it has applied all that its update rules had buffered
     flushing: bool = False  # it was asked to, and has not answered
-    flush_again: bool = False  # pushes may have come after what it was asked for
     report: Report | None = None
     full: frozenset[int] = frozenset()  # the complete portions of the report
     silent_s: float = 0.0  # since its last message
@@ -139,11 +138,8 @@ class ServerState:
         self.flushing = True
         return begins
 
-    def has_new_pushes(self) -> None:
-        self.flushed, self.flush_again = False, self.flushing
-
     def has_flushed(self) -> None:
-        self.flushed, self.flushing, self.flush_again = not self.flush_again, False, False
+        self.flushed, self.flushing = True, False
 
 
 class RunState:

@@ -291,7 +291,12 @@ class ReportRequest(Message, frozen=True, tag=68):
 
 
 class Flush(Message, frozen=True, tag=69):
-    """Apply what is buffered; answered with a Report."""
+    """Apply what is buffered; answered with a Report.
+
+    From then on, refuse pushes of lost workers: the model is about to be read, and must have all accepted gradients.
+    """
+
+    lost: tuple[tuple[int, int], ...] = ()  # (worker, its last lost incarnation)
 
 
 RuleChange = Forget | AdjustRule | Flush  # of the update rules of all blocks of a server

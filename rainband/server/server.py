@@ -135,6 +135,7 @@ class Server:
             case ReportRequest():  # readers may have waited for a worker that is lost
                 return [*self.readers.admit_all(), ServerOutput(COORDINATOR, self.report())]
             case Flush():
+                self.validator.refuse(message.lost)
                 return [*self._change_rules(message), ServerOutput(COORDINATOR, self.report(flushed=True))]
         return []
 

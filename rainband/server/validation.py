@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from rainband.protocol.data_plan import PushId, validate_push_id
@@ -29,12 +29,17 @@ class PushValidator:
 
     def __init__(self) -> None:
         self.min_lease: dict[int, int] = {}  # portion -> the lowest lease number that is still valid
+        self.refused: dict[int, int] = {}  # worker -> its last incarnation whose pushes are refused
         # The last one that was checked: the messages of a push, one for each block, all carry the same.
         self.valid_push_id: tuple[PushId, int] = ((), -1)
 
     def revoke(self, portion: int, lease: int) -> None:
         """Reject leases on this portion with smaller numbers from now on."""
         self.min_lease[portion] = max(self.min_lease.get(portion, 0), lease)
+
+    def refuse(self, lost: Sequence[tuple[int, int]]) -> None:
+        """Reject pushes of these workers, and of their earlier incarnations, from now on."""
+        self.refused = {**self.refused, **dict(lost)}
 
     def forget_below(self, first_open: int) -> None:
         """Forget the leases on completed portions."""
@@ -49,6 +54,8 @@ class PushValidator:
             if unfit:
                 return Verdict(PushResult.BAD, unfit)
         if self.min_lease and any(self.min_lease.get(r.portion, 0) > r.lease for r in push.push_id):
+            return Verdict(PushResult.REVOKED)
+        if self.refused and self.refused.get(sender.index, -1) >= sender.incarnation:
             return Verdict(PushResult.REVOKED)
         if sender.role != "worker" or sender.index != push.worker:
             return Verdict(PushResult.BAD, f"a push of worker {push.worker} came from {sender}")
