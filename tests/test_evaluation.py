@@ -129,3 +129,28 @@ def test_every_work_item_is_delivered_with_slow_and_lost_workers(
             todo[worker] += hand_out.give(worker, len(alive), now)
     assert not hand_out.open
     assert sum(hand_out.delivered.values()) == num_items
+
+
+def test_a_replica_has_delivered_an_item_when_all_its_workers_have() -> None:
+    """Workers 0 and 1 are a replica, 2 and 3 another: what 0 and 1 delivered in part is handed out again."""
+    hand_out = WorkQueue([0], WorkerPace())
+    assert hand_out.give(0, 2, now=0.0) == (0,)
+    assert not hand_out.has_every_part(0, 1, 0, replica_size=2)
+    hand_out.forget(0)
+    assert hand_out.give(2, 2, now=1.0) == (0,)
+    assert not hand_out.has_every_part(2, 1, 0, replica_size=2)
+    assert not hand_out.has_every_part(2, 1, 0, replica_size=2)
+    assert hand_out.has_every_part(2, 0, 0, replica_size=2)
+    assert hand_out.give(0, 2, now=2.0) == ()
+    hand_out.returned(2, 0, now=2.0)
+    assert hand_out.open == set()
+
+
+def test_a_replica_that_delivers_again_delivers_all_parts_again() -> None:
+    """It was inactive when one of its workers had delivered: the copy of the item may be of other workers."""
+    hand_out = WorkQueue([0], WorkerPace())
+    hand_out.give(0, 1, now=0.0)
+    assert not hand_out.has_every_part(0, 0, 0, replica_size=2)
+    hand_out.forget(0)
+    hand_out.give(0, 1, now=1.0)
+    assert not hand_out.has_every_part(0, 1, 0, replica_size=2)

@@ -40,7 +40,7 @@ def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
             "--workers 3 is not a multiple of --stages 2: use --workers 2 or --w",
         ),
         ("hogwild", {"stages": 2}, "hogwild requires the whole model on each worker"),
-        ("sandblaster", {"stages": 2}, "sandblaster requires the whole model on each worker"),
+        ("averaging", {"stages": 2}, "averaging requires the whole model on each worker"),
         ("pipedream", {}, "pipedream is a pipeline of stages: use --stages 2"),
         ("single", {"workers": 4, "stages": 2}, "single runs one replica of the model, on 2 workers: omit --workers 4"),
         ("pipedream", {"servers": 1, "stages": 2}, "pipedream has no servers: omit --servers 1"),

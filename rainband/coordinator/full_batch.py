@@ -272,13 +272,15 @@ class FullBatchRun:
         self.dispatch.request(worker, idle)
         return self._hand_out()
 
-    def returned(self, worker: Peer, work_item: int, at_version: int, now: float) -> list[To]:
-        """Take a worker's message that it has delivered a work item."""
+    def returned(self, worker: Peer, work_item: int, at_version: int, now: float, replica_size: int = 1) -> list[To]:
+        """Take a worker's message that its blocks have a work item; its replica then has to deliver it no more."""
         self.now = now
         queue = self._open()
         outs: list[To] = []
         if queue is not None and self.pending is not None and at_version == self.pending.at_version:
-            outs = self.dispatch.delivered(queue, worker.index, work_item, at_version, now)
+            leader, rank = worker.index - worker.index % replica_size, worker.index % replica_size
+            if queue.has_every_part(leader, rank, work_item, replica_size):
+                outs = self.dispatch.delivered(queue, leader, work_item, at_version, now)
         return outs + self._hand_out()
 
     def forget(self, worker: int, gone: bool, died: bool) -> str:
@@ -373,7 +375,8 @@ class FullBatchDuty:
         return self._to_send(self.full_batch.want(worker, now, message.idle))
 
     def delivered(self, worker: Peer, message: Return, now: float) -> list[CoordinatorOutput]:
-        return self._to_send(self.full_batch.returned(worker, message.portion, message.lease, now))
+        size = self.state.settings.workers_per_replica
+        return self._to_send(self.full_batch.returned(worker, message.portion, message.lease, now, size))
 
     def forget(self, worker: WorkerState, now: float, ended: bool = False) -> list[CoordinatorOutput]:
         """Hand what a worker has not delivered to others."""

@@ -54,6 +54,7 @@ class WorkQueue:
         self.copies: dict[int, int] = {}  # work item -> workers that have it
         self.backups = 0  # copies handed out
         self.delivered: dict[int, int] = {}  # worker -> items that it delivered first
+        self.parts: dict[tuple[int, int], set[int]] = {}  # (worker that leads a replica, item) -> ranks that have it
 
     def give(self, worker: int, num_workers: int, now: float, idle: bool = True) -> tuple[int, ...]:
         """Return items for a worker that asks, () if there are none now. `idle`: it has computed all its items."""
@@ -125,6 +126,15 @@ class WorkQueue:
         ]
         return min(due, default=None)
 
+    def has_every_part(self, leader: int, rank: int, work_item: int, replica_size: int) -> bool:
+        """Note that the worker of this rank has delivered its part of an item; return True if all of the replica have.
+
+        A replica that is lost between the pushes of its workers has delivered the item to some blocks only.
+        """
+        ranks = self.parts.setdefault((leader, work_item), set())
+        ranks.add(rank)
+        return len(ranks) == replica_size
+
     def returned(self, worker: int, work_item: int, now: float) -> list[int]:
         """Note that a worker has delivered an item to every block; return the other workers that have it."""
         held = self.held.get(worker)
@@ -153,6 +163,7 @@ class WorkQueue:
     def forget(self, worker: int) -> int | None:
         """Hand out again what only this worker had; return the item that it was computing."""
         held = self.held.pop(worker, None)
+        self.parts = {key: ranks for key, ranks in self.parts.items() if key[0] != worker}
         self.pace.first.pop(worker, None)
         if held is None:
             return None

@@ -60,9 +60,7 @@ class FullBatch(Strategy):
 
     @property
     def requires(self) -> Requirements:
-        return Requirements(
-            optimizer="commands", batches_per_item=self.n_push, coordinated=True, whole_model=True, custom_loop=False
-        )
+        return Requirements(optimizer="commands", batches_per_item=self.n_push, coordinated=True, custom_loop=False)
 
     @property
     def limits(self) -> Limits:
