@@ -95,6 +95,8 @@ class Coordinator:
                 return self.admission.server_ready(sender, now)
             case Report():
                 return self._reported(sender, message, now)
+            case Heartbeat() if sender.role == "server":
+                return self._server_lives(sender, message)
             case AcceptedBatches():
                 return self.leases.fenced(sender, message, now)
             case Params() if sender.role == "server":
@@ -170,6 +172,12 @@ class Coordinator:
         may_free = state.join and (state.join.warm_start_batches or state.join.rounds)  # waiting workers may start now
         return self.shutdown.when_done() + (self.leases.give(now) if may_free else [])
 
+    def _server_lives(self, sender: Peer, heartbeat: Heartbeat) -> list[CoordinatorOutput]:
+        server = self.state.servers.get(sender.index)
+        if server is not None and server.peer == sender:
+            server.cpu_s = heartbeat.cpu_s
+        return []
+
     def _reported_rounds(self, sender: Peer, report: Report, now: float) -> list[CoordinatorOutput]:
         """Take a report on batches that all workers share: the one that has come furthest stands for all."""
         state = self.state
@@ -218,6 +226,14 @@ class Coordinator:
             outs += self.shutdown.request_last_reports()
         outs += self.checkpoints.tick(now)
         return outs + self.leases.give(now)
+
+    def observe(self, now: float) -> list[CoordinatorOutput]:
+        """Report the progress between two ticks, and request reports from the servers: a run may be short."""
+        state = self.state
+        if state.phase is not Phase.RUNNING:
+            return []
+        self.reporting.report_progress(now)
+        return [CoordinatorOutput(s.peer, ReportRequest()) for s in state.servers.values() if s.peer.role == "server"]
 
     def checkpoint_committed(
         self, collected: Collected, name: str, now: float, error: str = ""

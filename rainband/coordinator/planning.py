@@ -132,6 +132,7 @@ class Planning:
                 num_blocks=len(state.welcome.blocks),
                 batch_size=plan.batch_size,
                 epochs=plan.epochs if known else 0,
+                workers_per_replica=state.settings.workers_per_replica,
             )
         )
         if plan.batch_size > plan.num_samples:

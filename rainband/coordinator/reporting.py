@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from rainband.coordinator.node_report import NodeReport
 from rainband.coordinator.state import RunState, WorkerState
 from rainband.protocol import events
 from rainband.protocol.accounting import (
@@ -31,6 +32,7 @@ class Reporting:
         self.state = state
         self.loss: float | None = None  # since the last Progress event; none: no sample was processed
         self.reported: list[Heartbeat] = []  # by that event
+        self.nodes = NodeReport(state)
 
     def accounting(self) -> BatchAccounting | None:
         state = self.state
@@ -97,14 +99,15 @@ class Reporting:
         weight = sum(heartbeat.loss_samples for heartbeat in heartbeats)
         return sum(heartbeat.loss * heartbeat.loss_samples for heartbeat in heartbeats) / weight if weight else None
 
-    def report_progress(self, now: float) -> None:
-        """Add a Progress event: at every tick, and once more when all workers have ended."""
+    def report_progress(self, now: float, last: bool = False) -> None:
+        """Add a Progress event: at every tick, and once more when all workers have ended (`last`)."""
         plan = self.state.plan
         assert plan
         self.loss = self._new_loss()
         staleness = staleness_so_far(self.state.reports())
         known = self.state.knows_its_end()  # otherwise the totals are reported as 0
-        connected = {i: w for i, w in sorted(self.state.workers.items()) if w.connected}
+        shown = self.nodes.shown()
+        connected = {i: w for i, w in shown.items() if w.connected}
         # In a replica of several workers, the first stage counts the samples.
         counting = {i: w for i, w in connected.items() if not self.state.rank_in_replica(i) or w.heartbeat.samples}
         staged = connected if self.state.settings.workers_per_replica > 1 else {}
@@ -131,15 +134,30 @@ class Reporting:
                     i: w.heartbeat.sent_bytes for i, w in connected.items() if staged or w.heartbeat.sent_bytes
                 },
                 disagreement=next((w.heartbeat.disagreement for w in connected.values()), None),
-                waiting_for={i: holder for i, w in connected.items() if (holder := _held_by(w)) is not None},
+                waiting_for={i: holder for i, w in connected.items() if (holder := _held_by(w, now)) is not None},
             )
         )
+        if last or self.nodes.is_due(now):
+            self.state.events.append(self.nodes.measured(now, shown, self.accounting()))
+
+    def cpu_s(self) -> float:
+        """Return the seconds of the processor that all nodes have used, as far as they have reported it."""
+        workers = sum(w.heartbeat.cpu_s for w in self.state.workers.values())
+        return workers + sum(server.cpu_s for server in self.state.servers.values())
 
 
-def _held_by(worker: WorkerState) -> int | None:
+def _held_by(worker: WorkerState, now: float) -> int | None:
     """Return the worker that this one has been waiting for, without a step, since three heartbeats or longer."""
+    times = [at_s for at_s, _ in worker.heartbeats[-STEADY:]]
     last = {(heartbeat.held_by, heartbeat.steps) for _, heartbeat in worker.heartbeats[-STEADY:]}
-    return last.pop()[0] if len(last) == 1 and len(worker.heartbeats) >= STEADY else None
+    if len(last) != 1 or len(times) < STEADY or times[-1] - times[0] < _shortest(now):
+        return None
+    return last.pop()[0]
+
+
+def _shortest(now: float) -> float:
+    """Return the seconds that heartbeats must span to say anything: at the start, they come at short intervals."""
+    return min(RATE_FROM_S, RATE_FROM * now)
 
 
 def _rate(counted: list[tuple[float, int]], now: float) -> float:
@@ -147,4 +165,4 @@ def _rate(counted: list[tuple[float, int]], now: float) -> float:
     if len(counted) < 2:
         return 0.0
     (t0, n0), (t1, n1) = counted[0], counted[-1]
-    return (n1 - n0) / (t1 - t0) if t1 - t0 >= min(RATE_FROM_S, RATE_FROM * now) and t1 > t0 else 0.0
+    return (n1 - n0) / (t1 - t0) if t1 - t0 >= _shortest(now) and t1 > t0 else 0.0

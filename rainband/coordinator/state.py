@@ -42,6 +42,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_every_s: float = 0.0  # 0: no checkpoints
     restore: Restore | None = None  # the checkpoint from which the run continues
     min_workers: int = 0  # workers that must have joined before the run begins
+    bounded_events: bool = True  # per second; a simulation, whose seconds are virtual, bounds their number itself
 
     @property
     def local_ranks(self) -> range:
@@ -131,6 +132,7 @@ class ServerState:
     full: frozenset[int] = frozenset()  # the complete portions of the report
     silent_s: float = 0.0  # since its last message
     reported_silent: bool = False
+    cpu_s: float = 0.0  # of the processor, used so far
 
     def begins_to_flush(self) -> bool:
         """Return True if it is to be asked: its answer is not awaited."""

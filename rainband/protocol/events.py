@@ -25,6 +25,7 @@ class RunStarted(Event, frozen=True):
     version: str
     shares_batches: bool = False  # workers share each batch, and go on without a lost one
     started_at: str = ""  # UTC, such as 2026-11-16T09:30:00+00:00; "" in a simulation
+    clock_s: float = 0.0  # the monotonic clock of this machine at `at_s` 0: spans are in seconds of that clock
 
 
 class PlanMade(Event, frozen=True):
@@ -37,6 +38,7 @@ class PlanMade(Event, frozen=True):
     num_blocks: int
     batch_size: int
     epochs: int
+    workers_per_replica: int = 1  # workers that compute one copy of the model together
 
 
 class StagePredicted(msgspec.Struct, frozen=True):
@@ -164,6 +166,35 @@ class Progress(Event, frozen=True):
     )
 
 
+# Gradients are counted by the updates that they missed: 0, 1, 2, 3 and 4, 5 to 8, ...; the last bin has no end.
+STALENESS_BINS = (0, 1, 2, 3, 5, 9, 17, 33, 65, 129)
+
+
+class NodesMeasured(Event, frozen=True):
+    """The work of each worker and server so far, in columns; comes beside Progress, but may be rarer.
+
+    Of many workers, the columns have a fixed selection and those that stand out. Lost workers stay.
+    """
+
+    workers: tuple[int, ...]  # the ranks that the columns are of
+    num_workers: int  # in all
+    samples: tuple[int, ...]
+    waited_s: tuple[float, ...]
+    cpu_s: tuple[float, ...]  # of the processor, by all threads of the process; 0 in a simulation
+    pushed_bytes: tuple[int, ...]
+    pulled_bytes: tuple[int, ...]
+    sent_bytes: tuple[int, ...]  # to other workers
+    staleness: tuple[tuple[int, ...], ...]  # of each: gradients in every bin of STALENESS_BINS, up to the last one used
+    missed: tuple[int, ...]  # updates missed by all gradients of each
+    max_missed: tuple[int, ...]
+    waiting: tuple[int, ...]  # the ranks of those that wait now
+    waited_for: tuple[tuple[int, int, float], ...]  # worker, the worker that it waited for, seconds; the longest ones
+    all_staleness: tuple[int, ...]  # of all workers: gradients in every bin
+    updates: tuple[int, ...]  # applied by each server
+    blocks: tuple[tuple[float, int], ...]  # mean and largest staleness of the first blocks
+    accounting: dict[str, object]  # the batch accounting so far
+
+
 class EndCause(IntEnum):
     """The reason why a full-batch strategy ended; also the status of a `MinimizeResult`."""
 
@@ -239,6 +270,7 @@ class RunEnded(Event, frozen=True):
     staleness: dict[str, object]
     training_s: float = 0.0  # of these, from the beginning of the first step to the end of the last; 0: no step
     checkpoint: str = ""  # the last one that was written
+    cpu_s: float = 0.0  # of the processor, by all processes together; 0 in a simulation
 
 
 AnyEvent = (
@@ -257,6 +289,7 @@ AnyEvent = (
     | GuardActed
     | UpdateSizeChanged
     | Progress
+    | NodesMeasured
     | IterationDone
     | ProcessOutput
     | UserError

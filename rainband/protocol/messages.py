@@ -525,6 +525,7 @@ class Heartbeat(Message, frozen=True, tag=111):
     held_by: int | None = None  # the worker that it waits for now, if that is known
     account: SampleAccount | None = None  # of workers that share each batch
     disagreement: float | None = None  # of workers that train models of their own: their distance from the mean model
+    cpu_s: float = 0.0  # of the processor, used by the process so far
 
 
 class Finish(Message, frozen=True, tag=112):

@@ -37,6 +37,10 @@ class Handle:
         """Return True if the awaited event may never happen, because the run is stopping."""
         return False
 
+    def holder(self) -> int | None:
+        """Return the worker that is being waited for, if the handle knows it."""
+        return None
+
     def __await__(self) -> Generator[Handle, None, Any]:
         while not self.ready():
             yield self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rainband.protocol.messages import Heartbeat, SampleAccount
@@ -29,6 +30,7 @@ class Stats:
     waited_s: float = 0.0  # seconds spent waiting, for whatever it was
     account: SampleAccount | None = None  # of workers that share each batch
     disagreement: float | None = None  # of workers with models of their own
+    cpu_clock: Callable[[], float] | None = None  # of this process; none: not measured
 
     def waited(self, seconds: float) -> None:
         """Record a finished wait, and the worker that was waited for, if known."""
@@ -58,4 +60,5 @@ class Stats:
             held_by=self.held_by if self.waiting else None,
             account=self.account,
             disagreement=self.disagreement,
+            cpu_s=0.0 if self.cpu_clock is None else self.cpu_clock(),
         )

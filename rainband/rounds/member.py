@@ -70,6 +70,7 @@ class RoundMember:
         self.count = -1  # no state yet
         self.view = RoundView(0, 0, ())
         self.view_key = 0
+        self.blocked_by: int | None = None  # the member for which this one has waited last
         self.all_skipped = False  # nobody contributed tensors to the last round
         self.slot = 0  # of the next contribution
         self.left_out = 0  # samples of earlier rounds that are to count as skipped
@@ -380,6 +381,7 @@ class RoundMember:
         def until() -> bool:  # in a loop that spins
             for rank, its_life in others:
                 if position_of(rank) < target and excluded(rank) < its_life:
+                    self.blocked_by = rank
                     return excluded(mine) >= life
             return True
 

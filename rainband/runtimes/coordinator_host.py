@@ -73,6 +73,9 @@ class CoordinatorHost:
     def tick(self) -> None:
         self.send(self.coordinator.tick(self.now()))
 
+    def observe(self) -> None:
+        self.send(self.coordinator.observe(self.now()))
+
     def look(self) -> None:
         """A node may be overdue by now."""
         self.send(self.coordinator.look(self.now()))

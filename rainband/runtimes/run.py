@@ -42,6 +42,7 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     staleness: dict[str, Any]
     directory: str
     checkpoint: str = ""  # the name of the last one
+    cpu_s: float = 0.0  # of the processor, by all processes together; 0 in a simulation
     exit_code: int = 0
 
 
@@ -60,7 +61,9 @@ class Phases:
     def show(self) -> None:
         coordinator, changed = self.coordinator, self.coordinator.state.phase != self.phase
         if changed and coordinator.state.phase == "concluding":
-            coordinator.reporting.report_progress(self.now())  # every worker has reported its last statistics
+            coordinator.reporting.report_progress(
+                self.now(), last=True
+            )  # every worker has reported its last statistics
         for event in coordinator.state.take_events():
             self.emit(event)
         if changed:
@@ -88,7 +91,7 @@ class Run:
         self.log.write(event)
         self.view(event)
 
-    def begin(self, started_at: str = "") -> None:
+    def begin(self, started_at: str = "", clock_s: float = 0.0) -> None:
         """Open the log, write the configuration, and emit the first event."""
         config = self.config
         self.log = EventLog(self.directory)
@@ -104,6 +107,7 @@ class Run:
                 version=__version__,
                 shares_batches=self.shares_batches,
                 started_at=started_at,
+                clock_s=clock_s,
             )
         )
 
@@ -142,9 +146,14 @@ class Run:
             staleness=msgspec.to_builtins(coordinator.reporting.staleness(), str_keys=True),
             directory=config.directory,
             checkpoint=coordinator.checkpoints.last_name,
+            cpu_s=coordinator.reporting.cpu_s() + self.own_cpu_s(),
             exit_code=int(outcome == "failed") if exit_code is None else exit_code,
             **more,
         )
+
+    def own_cpu_s(self) -> float:
+        """Return the seconds of the processor that the coordinator's process has used for the run."""
+        return 0.0
 
     def _restored_samples(self) -> int:
         """Return the samples of the checkpoint from which the run continues."""
@@ -182,6 +191,7 @@ class Run:
                 accounting=result.accounting,
                 staleness=result.staleness,
                 checkpoint=result.checkpoint,
+                cpu_s=result.cpu_s,
             )
         )
 

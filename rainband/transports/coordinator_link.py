@@ -14,6 +14,8 @@ from rainband.transports.event_loop import EventLoop, readable_within
 from rainband.transports.frames import Frame, pack
 from rainband.transports.link import ThreadedLink
 
+EARLY_HEARTBEATS_S = (0.05, 0.05, 0.1, 0.2, 0.4)  # after a worker's first step
+LOOK_EVERY_S = 0.05  # for the first step
 MAX_BODY_BYTES = 1 << 40  # of a worker's buffers, which both ends have in memory: no limit in practice
 
 Deliver = Callable[[Message, memoryview | None], None]
@@ -30,6 +32,8 @@ class CoordinatorLink(ThreadedLink):
         self.stats = stats
         self.heartbeat_s = heartbeat_s
         self.heartbeat_at = time.monotonic()
+        self.early = list(EARLY_HEARTBEATS_S)
+        stats.cpu_clock = time.process_time
         self.sending = threading.Lock()  # the worker's thread and the heartbeats both send
         self.start_receiving()
 
@@ -47,12 +51,17 @@ class CoordinatorLink(ThreadedLink):
     def wait_readable(self) -> None:
         """Send a heartbeat whenever one is due, until there is something to receive."""
         while True:
-            left_s = self.heartbeat_at + self.heartbeat_s - time.monotonic()
+            left_s = self.heartbeat_at + self._interval_s() - time.monotonic()
             if left_s <= 0:
                 self.heartbeat_at = time.monotonic()
+                self.early = self.early[1:] if self.stats.steps else self.early
                 self.send(self.stats.heartbeat())
-            elif readable_within(self.sock, left_s):
+            elif readable_within(self.sock, left_s if self.stats.steps else min(left_s, LOOK_EVERY_S)):
                 return
+
+    def _interval_s(self) -> float:
+        """Return the seconds between two heartbeats: short ones after the first step, as a run may be short."""
+        return min(self.heartbeat_s, self.early[0]) if self.stats.steps and self.early else self.heartbeat_s
 
     def frame_received(self, frame: Frame) -> None:
         message = decode(frame.header)

@@ -47,12 +47,16 @@ class Transferable(Protocol):
 class OthersInRound(Handle):
     """Something that other members of the rounds write into the memory that all share."""
 
-    def __init__(self, board: Board, until: Condition) -> None:
+    def __init__(self, board: Board, until: Condition, member: RoundMember) -> None:
         self.board = board
         self.until = until
+        self.member = member
 
     def ready(self) -> bool:
         return self.until()
+
+    def holder(self) -> int | None:
+        return self.member.blocked_by
 
 
 class WorkerRounds:
@@ -105,8 +109,9 @@ class WorkerRounds:
         try:
             while True:
                 until = next(waiting)
+                self.member.blocked_by = None
                 if until is not None and not until():
-                    await OthersInRound(self.board, until)
+                    await OthersInRound(self.board, until, self.member)
         except StopIteration as end:
             return end.value
 

@@ -110,6 +110,8 @@ def _wait_in_training(needed: object, wait: Wait, session: Session) -> Stop | No
     while not (ready := needed.ready()) and not session.must_stop(needed):
         stats.waiting = True
         _wait_for(needed, wait)
+        if (holder := needed.holder()) is not None:
+            stats.held_by = holder
     stats.waiting = False
     ended = time.monotonic()
     stats.waited(ended - started)

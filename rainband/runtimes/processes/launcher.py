@@ -61,6 +61,7 @@ EXIT_KNOWN_S = 0.2  # how long after its connections have closed the zygote may 
 FINE = "exit code 0"
 STOP_WITHIN_S = 0.2  # a worker that does not stop is in a call that cannot be interrupted: it is tried again later
 STOPPED = frozenset("TtZX")  # states of threads that do not run
+OBSERVED_AFTER_S = (0.06, 0.12, 0.22, 0.42, 0.82)  # after the first step: a run may be over soon
 MAX_TICK_S = 1.0  # so that the progress is shown every second, even with a long failure timeout
 
 
@@ -106,6 +107,8 @@ class Launcher(Run):
         # First, because its imports take the longest.
         self.zygote = self._start_zygote(self.output.file.fileno() if self.output else None)
         self.started_at = time.monotonic()
+        self.cpu_at_start_s = time.process_time()
+        self.observe_at: list[float] = []  # after the first step
         self.run_id, secret = new_run_id(), new_secret()
         self.keys = role_keys(secret)
         self.machines = self._listen(secret)
@@ -160,7 +163,7 @@ class Launcher(Run):
 
     def run(self) -> RunResult:
         try:
-            self.begin(calendar_time())
+            self.begin(calendar_time(), self.started_at)
             listener = listen_unix(f"rainband-{self.run_id.hex()}")
             self.hub.listen(listener)
             self.hub.watch(self.zygote.fileno(), self._children)
@@ -236,7 +239,11 @@ class Launcher(Run):
         tick_s = min(MAX_TICK_S, self.config.failure_timeout_s / 5)
         ticked_at = time.monotonic()
         while self.coordinator.state.phase != "over" and self.interrupts < 2:
-            self._serve(max(0.0, self._look_at(ticked_at + tick_s) - time.monotonic()))
+            next_s = min([ticked_at + tick_s, *self.observe_at[:1]])
+            self._serve(max(0.0, self._look_at(next_s) - time.monotonic()))
+            if self.observe_at and time.monotonic() >= self.observe_at[0]:
+                del self.observe_at[0]
+                self.host.observe()
             if self.interrupts and self.coordinator.state.outcome == "finished":
                 self.host.send(self.coordinator.shutdown.stop("stopped", "interrupted"))
             if time.monotonic() - ticked_at >= tick_s:
@@ -278,6 +285,15 @@ class Launcher(Run):
         wrong = [f"{peer}: {self.causes[peer]}" for peer in there if self.causes.get(peer, FINE) != FINE]
         if wrong and not self.interrupts:
             self.coordinator.state.fail(f"the script failed after training ({'; '.join(wrong)})")
+
+    def emit(self, event: events.AnyEvent) -> None:
+        super().emit(event)
+        if isinstance(event, events.FirstStep):
+            now = time.monotonic()
+            self.observe_at = [now + after_s for after_s in OBSERVED_AFTER_S]
+
+    def own_cpu_s(self) -> float:
+        return time.process_time() - self.cpu_at_start_s
 
     def _now(self) -> float:
         return time.monotonic() - self.started_at

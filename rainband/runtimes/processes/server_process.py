@@ -127,7 +127,7 @@ class ServerProcess:
             self.writer.advance(partial(self.hub.send, COORDINATOR))
             if time.monotonic() - heartbeat_at > timeout_s / 5:
                 heartbeat_at = time.monotonic()
-                self.hub.send(COORDINATOR, messages.Heartbeat())
+                self.hub.send(COORDINATOR, messages.Heartbeat(cpu_s=time.process_time()))
         self.hub.close()
 
     def _listen(self, unix: str) -> Address:

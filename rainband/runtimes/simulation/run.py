@@ -126,7 +126,7 @@ class Simulation(Run):
         if scenario.real and (config.checkpoint_every_s or config.resume_from):
             scenario.checkpoints = access_of(config)
         self.expected_s = self._expected_s(scenario.join)
-        settings = self.settings
+        settings = msgspec.structs.replace(self.settings, bounded_events=False)
         if is_aggregated(config):  # nodes never fail there, and thousands of workers send few heartbeats
             patient_s = max(config.failure_timeout_s, self.expected_s)
             settings = msgspec.structs.replace(settings, failure_timeout_s=patient_s)

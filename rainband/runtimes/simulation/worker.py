@@ -224,6 +224,8 @@ class WorkerNode(Node):
             until = self.clock.now
         if until > since and self.observer is not None:
             self.observer.spent("wait", since, until)
+        if self.waiting is not None and (holder := self.waiting.holder()) is not None:
+            self.stats.held_by = holder
         if until > since or self.copied_s:
             self.stats.waited((until - since if until > since else 0.0) + self.copied_s)
             self.copied_s = 0.0
