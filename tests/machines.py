@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -21,8 +22,15 @@ def break_connections(machines: Machines, index: int) -> None:
 
 @pytest.fixture
 def machines() -> Iterator[Machines]:
-    """Two machines; skipped where the kernel or the user may not make network namespaces."""
-    made = Machines(2)
+    """Two machines."""
+    with machines_of(2) as made:
+        yield made
+
+
+@contextmanager
+def machines_of(number: int) -> Iterator[Machines]:
+    """Some machines; the test is skipped where the kernel or the user may not make network namespaces."""
+    made = Machines(number)
     try:
         made.make()
     except NoMachines as error:

@@ -138,7 +138,9 @@ class Coordinator:
                 return self.admission.described(worker, message, now)
             case LinksOpened():
                 self.state.events.append(
-                    events.Linked(at_s=now, worker=sender.index, machine=message.machine, links=message.links)
+                    events.Linked(
+                        at_s=now, worker=sender.index, machine=message.machine, links=message.links, peers=message.peers
+                    )
                 )
             case Paused():
                 return self.liveness.pause(worker, now)

@@ -80,6 +80,8 @@ class Linked(Event, frozen=True):
     worker: int
     machine: str  # the name of its machine
     links: tuple[str, ...]  # the transport to each server: shm, tcp or tls; "": it needs none
+    # Workers of its replica that it has connected to, and how; tunnel: through the run's machine
+    peers: tuple[tuple[int, str], ...] = ()
 
 
 class MachineJoined(Event, frozen=True):
@@ -89,6 +91,14 @@ class MachineJoined(Event, frozen=True):
     workers: tuple[int, ...]
     servers: tuple[int, ...] = ()
     left: str = ""  # why it is gone
+
+
+class Tunneled(Event, frozen=True):
+    """Two workers that cannot reach each other are connected through the run's machine."""
+
+    workers: tuple[int, int]
+    num_bytes: int = 0  # in both directions
+    closed: bool = False
 
 
 class Listening(Event, frozen=True):
@@ -281,6 +291,7 @@ AnyEvent = (
     | Joined
     | Linked
     | MachineJoined
+    | Tunneled
     | Listening
     | FirstStep
     | Lost

@@ -22,7 +22,7 @@ from rainband.protocol.vectors import Operation
 class Peer(msgspec.Struct, frozen=True, array_like=True, order=True):
     """A node: its role, its number within the role, and its incarnation (the number of restarts)."""
 
-    role: str  # worker, server, coordinator, or machine: one that has joined the run
+    role: str  # worker, server, coordinator; machine: one that has joined the run; tunnel: a way to another worker
     index: int
     incarnation: int = 0
 
@@ -586,6 +586,13 @@ class LinksOpened(Message, frozen=True, tag=120):
 
     machine: str  # the name of its machine
     links: tuple[str, ...]  # the transport to each server: shm, tcp or tls; "": it needs none
+    peers: tuple[tuple[int, str], ...] = ()  # workers that it has connected to, and how: also tunnel
+
+
+class TunnelRequest(Message, frozen=True, tag=123):
+    """Another worker cannot reach this one: this one is to open a tunnel to it, too."""
+
+    worker: int
 
 
 class FilePart(Message, frozen=True, tag=121):
@@ -671,6 +678,18 @@ class RoundWords(Message, frozen=True, tag=147):
     headers: tuple[bytes, bytes]
 
 
+class OpenTunnel(Message, frozen=True, tag=148):
+    """A worker asks the run's machine for a connection to another one, or answers such a request."""
+
+    worker: int  # itself
+    to: int
+    answers: bool = False
+
+
+class TunnelOpen(Message, frozen=True, tag=149):
+    """Both ends of a tunnel are there: from now on, the connection carries their bytes, without this one's TLS."""
+
+
 AnyMessage = (
     Hello | InitBlock | Push | Pull | Opened | BlockReady | Ack | Params | ServerJoin | Assign | Ready
     | Revoke | AcceptedBatches | Forget | ReportRequest | Flush | Report | Join | Welcome | Go | LeaseRequest
@@ -679,6 +698,7 @@ AnyMessage = (
     | RoundChosen | StopRequest | CheckpointRequest | Command | Answer | Evaluated | AssignItems
     | ItemsDelivered | PeerValue | Lend | GiveBack | LinksOpened | FilePart | MachineJoin | MachineWelcome
     | RestartRequest | Restart | ProcessEnded | Leave | RoundData | RoundWords
+    | TunnelRequest | OpenTunnel | TunnelOpen
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -280,19 +280,36 @@ def _workers(options: RunOptions, name: str, requires: Requirements, size: int, 
     workers = options.get("workers")
     if workers is None:
         workers = min(most or usual, max(1, usual // size) * size)
-    if most is not None and workers != most:
+    joining = max(workers, options.get("min_workers") or 0) if "listen" in options and size > 1 else workers
+    if most is not None and joining != most:
+        if "listen" in options and size > 1:
+            raise OptionError(
+                f"{name} runs one replica of the model, on {size} workers: use {opt('workers', most)}, or "
+                f"{opt('min_workers', most)} if other machines bring some of them."
+            )
         runs = "in one process" if size == 1 else f"one replica of the model, on {size} workers"
         raise OptionError(
             f"{name} runs {runs}: omit {opt('workers', workers)}, or choose a strategy with any number of workers, "
             "such as downpour."
         )
-    if workers % size:
-        right = max(1, workers // size) * size
-        raise OptionError(
-            f"{opt('workers', workers)} is not a multiple of {opt('stages', size)}: use {opt('workers', right)} or "
-            f"{opt('workers', right + size)}."
-        )
+    _check_whole_replicas(options, workers, size)
     return workers
+
+
+def _check_whole_replicas(options: RunOptions, workers: int, size: int) -> None:
+    """Raise if some worker of the start belongs to no whole replica; others may join from other machines."""
+    number, name = workers, "workers"
+    if "listen" in options and (options.get("min_workers") or 0) > workers:
+        number, name = options["min_workers"] or 0, "min_workers"
+    if number % size:
+        right = max(1, number // size) * size
+        hint = ""
+        if "listen" in options and name == "workers":
+            hint = f", or {opt('min_workers', right + size * (right < number))} if other machines bring the rest"
+        raise OptionError(
+            f"{opt(name, number)} is not a multiple of {opt('stages', size)}: use {opt(name, right)} or "
+            f"{opt(name, right + size)}{hint}."
+        )
 
 
 def _servers(options: RunOptions, name: str, requires: Requirements, usual: int) -> int:
@@ -347,12 +364,12 @@ def _check_machines(options: RunOptions, name: str, requires: Requirements, size
     why = ""
     if options.get("runtime") == "sim":
         why = "a simulation has no other machines"
-    elif not (requires.servers or requires.in_rounds) or requires.max_replicas is not None:
+    elif not (requires.servers or requires.in_rounds or size > 1):
         why = f"{name} works on one machine only; choose downpour or sync"
     elif requires.algorithm:
         why = f"{name} sums gradients in memory that workers of one machine share; choose sync"
-    elif size > 1:
-        why = f"the workers of {opt('stages')} must be on one machine"
+    elif size > 1 and options.get("runtime") == "ray":
+        why = f"the workers of {opt('stages')} are not placed on nodes of a cluster yet"
     elif options.get("record") or options.get("transport") == "shm":
         why = f"{opt('record')} and {opt('transport', 'shm')} are for one machine"
     if why:

@@ -11,8 +11,9 @@ import ssl
 import struct
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from rainband.errors import HandshakeFailed, PeerLost
 from rainband.protocol.messages import Address, Peer
@@ -112,6 +113,16 @@ def user_of(sock: socket.socket) -> int:
     return int(user)
 
 
+class Dialed(NamedTuple):
+    """A connected socket, and what was read from it already."""
+
+    sock: socket.socket
+    received: bytes = b""
+
+
+Dial = Callable[[float], Dialed]  # connects until a deadline
+
+
 class _NotNow(Exception):
     """The peer cannot talk to us now, but may when asked again."""
 
@@ -123,16 +134,19 @@ def connect(
     run_id: bytes,
     me: Peer,
     timeout_s: float = STARTING_LIMIT_S,
+    dial: Dial | None = None,
 ) -> tuple[socket.socket, Identity, int]:
     """Connect and authenticate; return the socket, the peer's identity, and the connection's key.
 
-    A peer that is busy is waited for and asked again, until `timeout_s` have passed.
+    A peer that is busy is waited for and asked again, until `timeout_s` have passed. `dial`: how to reach the peer,
+    if not at its address.
     """
     deadline, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
+    dial = dial or (lambda until: Dialed(_connect(address, unix, until)))
     while True:
         shake = ClientHandshake(keys[me.role], run_id, Identity(me.role, me.index, me.incarnation))
         try:
-            return _try_once(address, unix, shake, deadline)
+            return _try_once(address, unix, shake, deadline, dial)
         except TimeoutError:
             raise HandshakeFailed(f"{_where(address, unix)} did not answer within {timeout_s:g} s.") from None
         except _NotNow as reason:
@@ -143,19 +157,20 @@ def connect(
 
 
 def _try_once(
-    address: Address, unix: bool, shake: ClientHandshake, deadline: float
+    address: Address, unix: bool, shake: ClientHandshake, deadline: float, dial: Dial
 ) -> tuple[socket.socket, Identity, int]:
-    sock = _connect(address, unix, deadline)
+    sock, received = dial(deadline)
     try:
         if unix and (user := user_of(sock)) != os.geteuid():
             raise HandshakeFailed(
                 f"{_where(address, unix)} belongs to user {user}, and this process to {os.geteuid()}."
             )
         if address.fingerprint and not unix:
-            sock = _encrypted(sock, address.fingerprint)
+            sock.settimeout(left_s(deadline))
+            sock = _encrypted(sock, address.fingerprint, received)
         sock.sendall(shake.outgoing)
         while not shake.done:
-            sock.settimeout(_left_s(deadline))
+            sock.settimeout(left_s(deadline))
             data = sock.recv(shake.need)
             if not data:
                 raise _NotNow("closed the connection during the handshake")
@@ -179,9 +194,9 @@ def _try_once(
     return sock, shake.peer, shake.key
 
 
-def _encrypted(sock: socket.socket, fingerprint: bytes) -> TlsSocket:
+def _encrypted(sock: socket.socket, fingerprint: bytes, received: bytes) -> TlsSocket:
     """Do TLS's handshake, and check whose certificate the other end has shown."""
-    tls = TlsSocket(sock, client_context(), server_side=False)
+    tls = TlsSocket(sock, client_context(), server_side=False, received=received)
     try:
         tls.shake_hands()
         check_fingerprint(tls.peer_certificate(), fingerprint)
@@ -195,14 +210,14 @@ def _connect(address: Address, unix: bool, deadline: float) -> socket.socket:
     try:
         if unix:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            sock.settimeout(_left_s(deadline))
+            sock.settimeout(left_s(deadline))
             try:
                 sock.connect(b"\0" + address.unix.encode())
             except OSError:
                 sock.close()
                 raise
             return sock
-        sock = socket.create_connection((address.host, address.port), timeout=_left_s(deadline))
+        sock = socket.create_connection((address.host, address.port), timeout=left_s(deadline))
         keep_alive(sock)
         return sock
     except TimeoutError:
@@ -215,7 +230,7 @@ def _connect(address: Address, unix: bool, deadline: float) -> socket.socket:
         raise PeerLost(_where(address, unix), f"connecting to it ({error.strerror or error})") from None
 
 
-def _left_s(deadline: float) -> float:
+def left_s(deadline: float) -> float:
     return max(1e-3, deadline - time.monotonic())
 
 

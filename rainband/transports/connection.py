@@ -46,7 +46,7 @@ class Connection:
         self.num_kept = 0  # entries at the front of `out` that are private copies
         self.fds: list[int] = []
         self.wants_out = False  # the loop waits until it can be written to again
-        self.takes_fds = sock.family == socket.AF_UNIX
+        self.takes_fds = sock.family == socket.AF_UNIX and not isinstance(sock, TlsSocket)
         self.mailbox: Any = None  # with the payloads of its pushes, if memory is shared
 
     def opened(self, peer: Identity, key: int) -> None:

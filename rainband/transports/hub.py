@@ -172,12 +172,19 @@ class Hub:
             sock.close()
             return
         self._make_room_for("" if sock.family == socket.AF_UNIX else host[0])
-        context = self.contexts.get(listener.fileno())
-        sock = sock if context is None else TlsSocket(sock, context, server_side=True)
+        connection = self.accept(sock, self.contexts.get(listener.fileno()))
+        connection.host = "" if sock.family == socket.AF_UNIX else host[0]
+
+    def accept(self, sock: socket.socket, context: ssl.SSLContext | None, received: bytes = b"") -> Connection:
+        """Let the other end of a connection say who it is; `received`: what was read from it already."""
+        if context is not None:
+            sock = TlsSocket(sock, context, server_side=True, received=received)
         shake = ServerHandshake(self.keys, self.run_id, self.me)
         connection = Connection(sock, self.max_body_bytes, shake, self._handshake_deadline(), self.body_memory)
-        connection.host = "" if sock.family == socket.AF_UNIX else host[0]
         self._add(sock, connection)
+        if unread(sock):
+            self.unread[sock.fileno()] = connection
+        return connection
 
     def _make_room_for(self, host: str) -> None:
         """Close the oldest connection that has not authenticated, if there are too many; a node needs milliseconds."""

@@ -6,14 +6,17 @@ They go through shared memory on one machine and by TCP otherwise; callers need 
 from __future__ import annotations
 
 import os
+import socket
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from rainband.errors import HandshakeFailed, PeerLost
+from rainband.errors import HandshakeFailed, PeerLost, RainbandError
 from rainband.protocol.messages import Address, Peer
 from rainband.protocol.peer_inbox import Inbox, Received, Tag
+from rainband.transports.auth import Identity
 from rainband.transports.connect import (
     STARTING_LIMIT_S,
     can_share_memory,
@@ -26,6 +29,11 @@ from rainband.transports.event_loop import EventLoop
 from rainband.transports.peers_shared import SharedPeerLinks
 from rainband.transports.peers_tcp import TcpPeerLinks
 from rainband.transports.pytrees import outgoing
+from rainband.transports.tls.certificate import Certificate
+from rainband.transports.tunnels.dial import TunnelDialer
+
+DIRECT_S = 2.0  # to connect directly, before a tunnel is tried: a firewall may drop what is sent
+ANSWER_S = 10.0  # to open the other end of a tunnel
 
 
 class PeerLinks:
@@ -40,16 +48,19 @@ class PeerLinks:
         transport: str = "auto",
         timeout_s: float = 5.0,
         on_lost: Callable[[int], None] | None = None,
+        tunnels: TunnelDialer | None = None,
     ) -> None:
         """`transport`: auto, shm or tcp. `on_lost` is called, while waiting, with the number of a lost worker.
 
-        What it raises comes out of whatever waits.
+        What it raises comes out of whatever waits. `tunnels`: the way to workers that cannot be reached otherwise.
         """
         self.me, self.keys, self.run_id = me, keys, run_id
         self.event_loop = event_loop
         self.transport = transport
         self.timeout_s = timeout_s
         self.inbox = Inbox(on_lost)
+        self.tunnels = tunnels
+        self.transports: dict[int, str] = {}  # of the workers that this one has connected to
         self.sent_messages = 0
         self.sent_bytes = 0  # of tensors
         self._shared: SharedPeerLinks | None = None
@@ -61,8 +72,11 @@ class PeerLinks:
         """Lost workers, and why their links are closed."""
         return self.inbox.lost
 
-    def listen(self, host: str = "127.0.0.1") -> Address:
-        """Listen, and return the address at which other workers of the run reach this one."""
+    def listen(self, host: str = "127.0.0.1", certificate: Certificate | None = None) -> Address:
+        """Listen, and return the address at which other workers of the run reach this one.
+
+        With a certificate, the host is an address for other machines, perhaps one that a router forwards to this one.
+        """
         port, unix = 0, ""
         settings = self.me, self.keys, self.run_id, self.event_loop, self.inbox, self.timeout_s
         if self.transport != "tcp":
@@ -70,12 +84,12 @@ class PeerLinks:
             self._shared = SharedPeerLinks(*settings)
             self._shared.hub.listen(listen_unix(unix))
         if self.transport != "shm":
-            sock = listen_tcp(host)
+            sock = _listen_at(host) if certificate is not None else listen_tcp(host)
             port = sock.getsockname()[1]
-            self._tcp = TcpPeerLinks(*settings)
-            self._tcp.hub.listen(sock)
+            self._tcp = TcpPeerLinks(*settings, certificate)
+            self._tcp.hub.listen(sock, certificate)
             self._tcp.start()
-        return Address(host, port, unix, this_machine())
+        return Address(host, port, unix, this_machine(), certificate.fingerprint if certificate else b"")
 
     def connect(self, peers: Mapping[int, Address], timeout_s: float = STARTING_LIMIT_S) -> None:
         """Connect to these workers, which do the same: each worker calls those with lower numbers.
@@ -125,9 +139,8 @@ class PeerLinks:
         links = self._shared if shared else self._tcp
         if links is None:
             raise ValueError(f"worker {index} is not on this machine, or memory cannot be shared: use --transport tcp.")
-        timeout_s = max(0.1, deadline - time.monotonic())
         try:
-            sock, peer, key = connect(address, shared, self.keys, self.run_id, self.me, timeout_s)
+            sock, peer, key = self._connected(index, address, shared, deadline)
         except HandshakeFailed as error:
             raise HandshakeFailed(f"worker {index}: {error}") from None
         except PeerLost as error:
@@ -137,6 +150,27 @@ class PeerLinks:
             raise HandshakeFailed(f"{peer.role} {peer.index} answers where worker {index} should be.")
         links.adopt(sock, peer, key)
 
+    def _connected(
+        self, index: int, address: Address, shared: bool, deadline: float
+    ) -> tuple[socket.socket, Identity, int]:
+        """Connect to a worker: directly, or else through the run's machine, encrypted from one end to the other."""
+        reach = partial(connect, address, shared, self.keys, self.run_id, self.me)
+        timeout_s = max(0.1, deadline - time.monotonic())
+        self.transports[index] = "shm" if shared else "tls" if address.fingerprint else "tcp"
+        tunnels = self.tunnels
+        if shared or tunnels is None:
+            return reach(timeout_s)
+        try:
+            return reach(min(DIRECT_S, timeout_s))
+        except RainbandError:
+            self.transports[index] = "tunnel"
+            return reach(max(0.1, deadline - time.monotonic()), lambda until: tunnels.dial(index, until))
+
+    def answer(self, index: int) -> None:
+        """Open this end of a tunnel for a worker that cannot reach this one."""
+        if self.tunnels is not None and self._tcp is not None:
+            self._tcp.accept(self.tunnels.dial(index, time.monotonic() + ANSWER_S, answers=True))
+
     def close_in_child(self) -> None:
         """Close the connections in a forked process: they must end when the parent does."""
         for links in (self._shared, self._tcp):
@@ -145,6 +179,14 @@ class PeerLinks:
                 for sock in [*hub.listeners.values(), *(connection.sock for connection in hub.connections.values())]:
                     if sock.fileno() >= 0:
                         os.close(sock.detach())
+
+
+def _listen_at(host: str) -> socket.socket:
+    """Listen on an address of this machine, or on all of them if it belongs to a router."""
+    try:
+        return listen_tcp(host)
+    except ValueError:
+        return listen_tcp("::" if ":" in host else "0.0.0.0")
 
 
 def _close_in_children(links: PeerLinks) -> None:

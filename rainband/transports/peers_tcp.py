@@ -13,11 +13,13 @@ from rainband.errors import PeerLost
 from rainband.protocol.messages import Hello, Message, Peer, PeerValue
 from rainband.protocol.peer_inbox import Inbox, Tag
 from rainband.transports.auth import Identity
+from rainband.transports.connect import Dialed
 from rainband.transports.connection import Connection
 from rainband.transports.event_loop import EventLoop
 from rainband.transports.frames import BadFrame
 from rainband.transports.hub import Hub
 from rainband.transports.pytrees import Outgoing, as_tensor, fresh_memory, incoming
+from rainband.transports.tls.certificate import Certificate, server_context
 
 MAX_BODY_BYTES = 1 << 32
 ROOM_BYTES = 64 << 20  # the sender waits while more than this is unsent
@@ -31,7 +33,14 @@ class TcpPeerLinks:
     """
 
     def __init__(
-        self, me: Peer, keys: Mapping[str, bytes], run_id: bytes, event_loop: EventLoop, inbox: Inbox, timeout_s: float
+        self,
+        me: Peer,
+        keys: Mapping[str, bytes],
+        run_id: bytes,
+        event_loop: EventLoop,
+        inbox: Inbox,
+        timeout_s: float,
+        certificate: Certificate | None = None,
     ) -> None:
         self.event_loop = event_loop
         self.inbox = inbox
@@ -41,6 +50,8 @@ class TcpPeerLinks:
         self.connections: dict[int, Connection] = {}
         self.outbox: deque[tuple[int, PeerValue, memoryview | None]] = deque()
         self.adopted: deque[tuple[socket.socket, Identity, int]] = deque()
+        self.accepted: deque[Dialed] = deque()
+        self.context = server_context(certificate) if certificate is not None else None  # of tunnels
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.hub.watch(self.wake_fd, self._woken)
         self.given_bytes = 0  # handed over; written by the computing thread only
@@ -58,6 +69,11 @@ class TcpPeerLinks:
     def adopt(self, sock: socket.socket, peer: Identity, key: int) -> None:
         """Add a connection that this worker opened."""
         self.adopted.append((sock, peer, key))
+        self._wake()
+
+    def accept(self, dialed: Dialed) -> None:
+        """Add a connection that another worker has opened, and that did not come by the listening socket."""
+        self.accepted.append(dialed)
         self._wake()
 
     def send(self, to: int, tag: Tag, pytree: Outgoing) -> None:
@@ -111,6 +127,9 @@ class TcpPeerLinks:
             connection = self.hub.adopt(*self.adopted.popleft())
             self._open(connection)
             self.hub.send(connection.peer, Hello())
+        while self.accepted:
+            sock, received = self.accepted.popleft()
+            self.hub.accept(sock, self.context, received)
         while self.outbox:
             to, message, body = self.outbox.popleft()
             self.taken_bytes += 0 if body is None else len(body)

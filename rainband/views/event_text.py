@@ -30,6 +30,9 @@ def lasting_lines(event: AnyEvent, so_far: RunSoFar, verbose: bool = False) -> l
             return [f"{event.machine} joined as {numbered(event.workers, event.servers)}"]
         case events.MachineJoined():
             return [f"{event.machine} with {numbered(event.workers, event.servers)} has left ({event.left})"]
+        case events.Tunneled(closed=False):
+            first, second = event.workers
+            return [f"workers {first} and {second} cannot reach each other: linked through this machine"]
         case events.Returned():
             return [f"{event.node} is active again"]
         case events.IterationDone() if event.end:

@@ -37,6 +37,7 @@ class WorkerNow:
     lost: str  # why it counts as lost or inactive; "" while it is active
 
 
+# size: one attribute for each kind of event that says what a run is like now
 @dataclass
 class RunSoFar:
     """The state of a run after some of its events."""
@@ -49,6 +50,7 @@ class RunSoFar:
     predicted: events.PipelinePredicted | None = None  # of a model-parallel run
     joined: set[str] = field(default_factory=set)
     linked: dict[int, events.Linked] = field(default_factory=dict)  # worker -> its machine and its transports
+    tunneled: dict[tuple[int, int], int] = field(default_factory=dict)  # two workers -> bytes through the run's machine
     lost: dict[str, str] = field(default_factory=dict)  # node that is lost or inactive -> why
     num_lost: int = 0  # events of that kind so far
     reassigned: int = 0
@@ -90,6 +92,8 @@ class RunSoFar:
                 self.lost.pop(event.node, None)
             case events.Linked():
                 self.linked[event.worker] = event
+            case events.Tunneled():
+                self.tunneled[event.workers] = self.tunneled.get(event.workers, 0) + event.num_bytes
             case events.Lost():
                 self.lost[event.node] = event.why
                 self.num_lost += 1

@@ -14,7 +14,7 @@ import typer
 from rainband.views import predicted_stages as predicted
 from rainband.views.charts import curve, histogram, ink_for
 from rainband.views.event_text import links, num_nodes, plan_made, progress_line, user_error
-from rainband.views.formatting import assignment, count, duration, short, table, whole
+from rainband.views.formatting import assignment, count, duration, short, size, table, whole
 from rainband.views.history import PastRun, RunSoFar, loss_curve
 from rainband.views.summary import results, summary
 
@@ -146,7 +146,21 @@ def _machines(so_far: RunSoFar) -> list[tuple[str, str]]:
         + (f" ({transport} to {to})" if transport else "")
         for (machine, transport), workers in groups.items()
     ]
-    return [("machines" if number == 0 else "", line) for number, line in enumerate(lines)]
+    rows = [("machines" if number == 0 else "", line) for number, line in enumerate(lines)]
+    return rows + _worker_links(so_far)
+
+
+def _worker_links(so_far: RunSoFar) -> list[tuple[str, str]]:
+    """Return how the workers of replicas reach each other, and what passed through the run's machine."""
+    pairs: dict[str, list[str]] = {}
+    for worker, linked in sorted(so_far.linked.items()):
+        for other, transport in linked.peers:
+            through = so_far.tunneled.get((worker, other))
+            passed = f" ({size(through)})" if through else ""
+            pairs.setdefault(transport, []).append(f"{other}-{worker}{passed}")
+    names = {"tunnel": "through the run's machine"}
+    lines = [f"workers {', '.join(of_one)}: {names.get(transport, transport)}" for transport, of_one in pairs.items()]
+    return [("links" if number == 0 else "", line) for number, line in enumerate(lines)]
 
 
 def _command_to_repeat(run: PastRun) -> str:

@@ -73,6 +73,11 @@ class Machines:
         """Lose all that is sent to and by a machine."""
         _ip(self.names[0], "link", "set", f"port{index}", "nomaster")
 
+    def separate(self) -> None:
+        """Let machines reach the first one only, as if each was behind a router of its own."""
+        for index in range(1, len(self.names)):
+            _run("ip", "netns", "exec", self.names[0], "bridge", "link", "set", "dev", f"port{index}", "isolated", "on")
+
     def restore(self, index: int) -> None:
         _ip(self.names[0], "link", "set", f"port{index}", "master", "bridge")
 

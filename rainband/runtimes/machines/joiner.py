@@ -40,7 +40,15 @@ from rainband.runtimes.configure import check_task
 from rainband.runtimes.machines.invitation import Invitation
 from rainband.runtimes.machines.machine_host import Doors, own_software
 from rainband.runtimes.machines.rounds_relay import MachineRelay
-from rainband.runtimes.processes.launcher import ENTRIES, FINE, SCRIPT, SERVERS_NEED, WORKERS_NEED, how_it_ended
+from rainband.runtimes.processes.launcher import (
+    ENTRIES,
+    FINE,
+    KEYS_OF,
+    SCRIPT,
+    SERVERS_NEED,
+    WORKERS_NEED,
+    how_it_ended,
+)
 from rainband.runtimes.processes.worker_link import LINK_BROKEN
 from rainband.runtimes.processes.zygote import Exited, SpawnFailed, Zygote
 from rainband.transports.connect import connect, is_here
@@ -257,7 +265,6 @@ class Joiner:
 
     def _start(self, role: str, index: int, incarnation: int = 0) -> None:
         assert self.welcome is not None and self.config is not None
-        roles = ("worker",) if role == "worker" else ("worker", "server")
         first = min(self.welcome.servers, default=0)
         is_server = role == "server" and self.doors is not None
         job = Job(
@@ -265,7 +272,7 @@ class Joiner:
             index=index,
             incarnation=incarnation,
             run_id=self.invitation.run_id,
-            keys={name: self.welcome.keys[name] for name in roles},
+            keys={name: self.welcome.keys[name] for name in KEYS_OF[role]},
             coordinator=self.invitation.address,
             config=self.config,
             machine=self.name,

@@ -31,6 +31,7 @@ from rainband.protocol.messages import (
     RoundWords,
     Shutdown,
     Software,
+    TunnelRequest,
 )
 from rainband.runtimes.config import Door, RunConfig
 from rainband.runtimes.coordinator_host import CoordinatorHost
@@ -44,9 +45,12 @@ from rainband.transports.connection import Connection
 from rainband.transports.hub import Hub
 from rainband.transports.shared_rounds import RoundsMemory
 from rainband.transports.tls.certificate import Certificate, new_certificate
+from rainband.transports.tunnels.dial import ROLE as TUNNEL
+from rainband.transports.tunnels.host import Tunnel, TunnelHost
 
 MAX_JOINING = 60  # workers of other machines that may share batches, above those that the run is planned for
 OVER = (Phase.FLUSHING, Phase.FINISHING, Phase.CONCLUDING, Phase.OVER)
+MACHINE_ROLES = ("machine", TUNNEL)  # of connections that a MachineHost serves
 MAX_PROCESSES = 10_000  # that a machine may bring at once
 
 
@@ -141,6 +145,8 @@ class MachineHost:
         self.incarnations: dict[int, int] = {}  # worker -> the last one that was started
         self.shared: Path | None = None  # where other ranks of a job find the invitation
         self.relay: RunRelay | None = None  # where workers share batches
+        self.most_workers = sys.maxsize  # of all machines
+        self.tunnels: TunnelHost | None = None  # where workers have links to each other
 
     @property
     def address(self) -> Address:
@@ -156,12 +162,17 @@ class MachineHost:
         host: CoordinatorHost,
         emit: Callable[[events.AnyEvent], None],
         rounds: RoundsMemory | None = None,
+        max_replicas: int | None = None,
     ) -> None:
         """Listen, and write the invitation, if other machines are to join.
 
-        `rounds`: the memory of workers that share batches.
+        `rounds`: the memory of workers that share batches. `max_replicas`: of the model; None: any number.
         """
+        if max_replicas is not None:
+            self.most_workers = max_replicas * host.coordinator.state.settings.workers_per_replica
         self.hub, self.host, self.emit = hub, host, emit
+        if host.coordinator.state.settings.workers_per_replica > 1:
+            self.tunnels = TunnelHost(hub, self._worker, lambda to, worker: hub.send(to, TunnelRequest(worker)))
         if rounds is not None:
             ranks = host.coordinator.state.settings.local_ranks
             self.relay = RunRelay(rounds, ranks, hub.send, lambda machine: _backlog(hub, machine))
@@ -183,12 +194,34 @@ class MachineHost:
             )
         )
 
+    def _worker(self, rank: int) -> Peer | None:
+        """Return a worker that is connected."""
+        worker = self.host.coordinator.state.workers.get(rank)
+        return worker.peer if worker is not None and worker.peer in self.hub.peers else None
+
+    def look(self) -> None:
+        """Report the tunnels that were opened, or closed."""
+        if self.tunnels is not None:
+            for tunnel in self.tunnels.opened:
+                self.emit(events.Tunneled(at_s=self.host.now(), workers=tunnel.workers))
+            self.tunnels.opened.clear()
+            for tunnel in [one for one in self.tunnels.tunnels if not one.is_open]:
+                self._close(self.tunnels, tunnel)
+
+    def _close(self, tunnels: TunnelHost, tunnel: Tunnel) -> None:
+        tunnel.close()
+        tunnels.tunnels.remove(tunnel)
+        passed = sum(tunnel.num_bytes)
+        self.emit(events.Tunneled(at_s=self.host.now(), workers=tunnel.workers, num_bytes=passed, closed=True))
+
     @property
     def _shown(self) -> HostPort:
         return HostPort(self.doors.host, self.doors.ports[0])
 
     def close(self) -> None:
         """Close the sockets, and remove the invitation, which is of no more use."""
+        if self.tunnels is not None:
+            self.tunnels.close()
         self.doors.close()
         self.invitation_path.unlink(missing_ok=True)
         if self.shared is not None:
@@ -199,6 +232,10 @@ class MachineHost:
         for machine in self.machines:
             self.hub.send(machine, Shutdown(reason))
         self.hub.flush()
+        self.look()
+        if self.tunnels is not None:  # the workers have ended
+            for tunnel in list(self.tunnels.tunnels):
+                self._close(self.tunnels, tunnel)
 
     def before_waiting(self) -> None:
         """Send what workers of this machine have written into the memory for shared batches, and watch it."""
@@ -213,6 +250,8 @@ class MachineHost:
 
     def receive(self, connection: Connection, message: Message, body: memoryview | None) -> None:
         """Take a message of a machine."""
+        if connection.peer.role == TUNNEL:
+            return self._tunnel(connection, message)
         if not isinstance(message, RoundData | RoundWords):
             return self._control(connection.peer, message)
         if self.relay is not None:
@@ -220,6 +259,11 @@ class MachineHost:
                 self.relay.receive(connection.peer, message, body)
             except (ValueError, msgspec.DecodeError) as error:
                 self.hub.refuse(connection, str(error))
+
+    def _tunnel(self, connection: Connection, message: Message) -> None:
+        if self.tunnels is None:
+            return self.hub.refuse(connection, f"workers of {self.config.strategy} have no links to each other")
+        self.tunnels.receive(connection, message)
 
     def _control(self, sender: Peer, message: Message) -> None:
         """Take a message about the processes of a machine."""
@@ -246,6 +290,10 @@ class MachineHost:
 
     def lost(self, machine: Peer) -> None:
         """Report that a machine's connection is closed: it connects again, or its workers are lost by themselves."""
+        if machine.role == TUNNEL:
+            if self.tunnels is not None:
+                self.tunnels.lost(machine)
+            return
         if self.relay is not None:
             self.relay.left(machine)
         if self.host.coordinator.state.phase not in OVER:
@@ -275,7 +323,7 @@ class MachineHost:
         servers = tuple(coordinator.admission.expect_servers(join.servers)) if join.servers else ()
         self.machines[sender], self.servers[sender] = msgspec.structs.replace(join, ranks=ranks), servers
         self.emit(events.MachineJoined(at_s=self.host.now(), machine=join.name, workers=ranks, servers=servers))
-        keys = role_keys(self.secret, *(("worker", "server") if servers else ("worker",)))
+        keys = role_keys(self.secret, "worker", TUNNEL, *(("server",) if servers else ()))
         config = msgspec.msgpack.encode(self.config)
         if self.relay is not None:
             self.relay.joined(sender, ranks)
@@ -298,6 +346,11 @@ class MachineHost:
             return "the run has begun, and its servers cannot change any more: join without --servers."
         if join.workers + join.servers > MAX_PROCESSES:
             return f"a machine may bring at most {MAX_PROCESSES} processes."
+        room = max(0, self.most_workers - coordinator.admission.next_rank)
+        if join.workers > room:
+            return (
+                f"{self.config.strategy} has room for {room} more workers: use --workers {room}, or join another run."
+            )
         if self.relay is not None and join.servers:
             return f"{self.config.strategy} has no servers: join without --servers."
         if self.relay is not None and coordinator.admission.next_rank + join.workers > self.relay.memory.num_ranks:

@@ -31,7 +31,7 @@ from rainband.runtimes.checkpoints.place import facts_of, store_of
 from rainband.runtimes.config import Job, RunConfig, encode_job
 from rainband.runtimes.coordinator_host import CoordinatorHost
 from rainband.runtimes.hogwild.server import HogwildServer
-from rainband.runtimes.machines.machine_host import MAX_JOINING, MachineHost
+from rainband.runtimes.machines.machine_host import MACHINE_ROLES, MAX_JOINING, MachineHost
 from rainband.runtimes.processes.zygote import Exited, SpawnFailed, Starter, Zygote
 from rainband.runtimes.run import MODEL_FILE, Run, View
 from rainband.runtimes.run import RunResult as RunResult
@@ -56,6 +56,8 @@ SCRIPT = "rainband.runtimes.training_loop.script_process:main"  # the entry of a
 SERVERS_NEED = ("torch", ENTRIES["server"].partition(":")[0])
 WORKERS_NEED = ("torch._dynamo", *(entry.partition(":")[0] for entry in (ENTRIES["worker"], SCRIPT)))
 CAN_CONTINUE = 75  # the exit code of a run that was stopped in good order, and has a checkpoint
+# The keys of a process: its role's, those of nodes that may connect to it, and, of a worker, that for tunnels.
+KEYS_OF = {"worker": ("worker", "tunnel"), "server": ("worker", "server")}
 GRACE_S = 1.0
 EXIT_KNOWN_S = 0.2  # how long after its connections have closed the zygote may report how a process ended
 FINE = "exit code 0"
@@ -170,7 +172,8 @@ class Launcher(Run):
             self.hub.watch(self.background.fd, lambda: self.host.send([]))
             address = Address("", 0, f"rainband-{self.run_id.hex()}", this_machine())
             if self.machines is not None:
-                self.machines.begin(self.hub, self.host, self.emit, self.rounds)
+                most = self.strategy.requires.max_replicas
+                self.machines.begin(self.hub, self.host, self.emit, self.rounds, most)
                 address = self.machines.address
             self._start_processes(address)
             self._predict()
@@ -211,7 +214,7 @@ class Launcher(Run):
 
     def _start(self, address: Address, role: str, index: int, threads: int | None, incarnation: int = 0) -> None:
         door = self.machines.doors.of_server(index) if self.machines is not None and role == "server" else None
-        roles = ("worker",) if role == "worker" else ("worker", "server")
+        roles = KEYS_OF[role]
         job = Job(
             role=role,
             index=index,
@@ -250,6 +253,8 @@ class Launcher(Run):
                 self.hub.run_once(0.0)  # after a suspend: receive first, before deciding which node is late
                 ticked_at = time.monotonic()
                 self.host.tick()
+                if self.machines is not None:
+                    self.machines.look()
                 self._look_after_workers()
                 self._show_output()
         self.hub.flush()
@@ -311,7 +316,7 @@ class Launcher(Run):
             self.emit(events.ProcessOutput(at_s=self._now(), lines=tuple(lines), left_out=left_out))
 
     def receive(self, connection: Connection, message: Message, body: memoryview | None) -> None:
-        if self.machines is not None and connection.peer.role == "machine":
+        if self.machines is not None and connection.peer.role in MACHINE_ROLES:
             return self.machines.receive(connection, message, body)
         if self.machines is not None and isinstance(message, FilePart):
             return self.machines.take_file(connection.peer, message, body, self.directory / MODEL_FILE)
@@ -319,7 +324,7 @@ class Launcher(Run):
 
     def lost(self, peer: Peer) -> None:
         """A connection closed; the zygote reports a moment later how the process ended."""
-        if peer.role == "machine" and self.machines is not None:
+        if peer.role in MACHINE_ROLES and self.machines is not None:
             return self.machines.lost(peer)  # its workers have connections of their own
         if self.machines is not None and peer.role == "worker" and peer not in self.processes.values():
             self.machines.exclude(peer.index)

@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -145,7 +145,12 @@ class WorkerLink:
         """Tell the coordinator how this worker reaches the servers, or the workers with which it shares batches."""
         if self.job.round_files:
             transports = [_over_network(self.job.coordinator) if self.job.remote else "shm"]
-        self.tell(LinksOpened(self.job.machine or platform.node(), tuple(transports)))
+        peers = tuple(sorted(self._peers().items()))
+        self.tell(LinksOpened(self.job.machine or platform.node(), tuple(transports), peers))
+
+    def _peers(self) -> Mapping[int, str]:
+        """Return the workers that this one has connected to, and how."""
+        return {}
 
     def before_training(self, worker: ModuleWorker) -> None:
         """Prepare the worker of a task; a custom training loop needs nothing."""
@@ -167,7 +172,8 @@ class WorkerLink:
         """Return when a file for another machine was sent; otherwise it was written synchronously."""
         if self.file_home is not None:
             path, self.file_home = self.file_home, None
-            self._send_home(path)
+            if path.exists():  # otherwise another worker of its replica has saved the model
+                self._send_home(path)
 
     def _send_home(self, path: Path) -> None:
         with path.open("rb") as file:

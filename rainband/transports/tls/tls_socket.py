@@ -21,14 +21,15 @@ UNKNOWN_CHUNK_BYTES = 1 << 12
 class TlsSocket(socket.socket):
     """A connected socket behind TLS. `trusted` is to be called when the peer has authenticated."""
 
-    def __init__(self, sock: socket.socket, context: ssl.SSLContext, server_side: bool) -> None:
-        """Take over a connected socket; its own object is detached."""
+    def __init__(self, sock: socket.socket, context: ssl.SSLContext, server_side: bool, received: bytes = b"") -> None:
+        """Take over a connected socket, whose own object is detached; `received`: what was read from it already."""
         timeout = sock.gettimeout()
         super().__init__(sock.family, sock.type, sock.proto, fileno=sock.detach())
         self.settimeout(timeout)
         self._lock = threading.Lock()  # of OpenSSL's state
         self._sending = threading.Lock()  # of what leaves: encrypted bytes must leave in order
         self._arrived, self._leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._arrived.write(received)
         self._tls = context.wrap_bio(self._arrived, self._leaving, server_side)
         self._unsent = memoryview(b"")
         self._is_open = False
@@ -40,6 +41,13 @@ class TlsSocket(socket.socket):
         """Receive any amount from now on."""
         self._chunk = memoryview(bytearray(CHUNK_BYTES))
         self._may_receive = -1
+
+    def unwrap(self) -> tuple[socket.socket, bytes]:
+        """Return the socket without TLS, and what has arrived behind the last encrypted message that was read."""
+        timeout = self.gettimeout()
+        plain = socket.socket(self.family, self.type, self.proto, fileno=self.detach())
+        plain.settimeout(timeout)
+        return plain, self._arrived.read()
 
     def shake_hands(self) -> None:
         """Do TLS's handshake; with a non-blocking socket, raise BlockingIOError where it must wait."""
