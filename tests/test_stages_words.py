@@ -39,6 +39,21 @@ def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
             {"workers": 3, "stages": 2},
             "--workers 3 is not a multiple of --stages 2: use --workers 2 or --w",
         ),
+        (
+            "downpour",
+            {"workers": 1, "stages": 2, "listen": "127.0.0.1:0"},
+            "use --workers 2 or --workers 4, or --min-workers 2 if other machines bring the rest",
+        ),
+        (
+            "downpour",
+            {"workers": 1, "stages": 2, "min_workers": 3, "listen": "127.0.0.1:0"},
+            "--min-workers 3 is not a multiple of --stages 2: use --min-workers 2 or --min-workers 4.",
+        ),
+        (
+            "pipedream",
+            {"workers": 1, "stages": 2, "listen": "127.0.0.1:0"},
+            "pipedream runs one replica of the model, on 2 workers: use --workers 2, or --min-workers 2 if other",
+        ),
         ("hogwild", {"stages": 2}, "hogwild requires the whole model on each worker"),
         ("averaging", {"stages": 2}, "averaging requires the whole model on each worker"),
         ("pipedream", {}, "pipedream is a pipeline of stages: use --stages 2"),

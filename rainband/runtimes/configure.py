@@ -35,7 +35,7 @@ from rainband.plugins import search_current_folder, where_to_run
 from rainband.protocol.optimizer_spec import BUILT_IN
 from rainband.runtimes.checkpoints.choose import with_checkpoints
 from rainband.runtimes.config import RAY_FIELDS, RaySettings, RunConfig, SimSettings, check_ray, ray_settings
-from rainband.runtimes.machines.addresses import parse_address
+from rainband.runtimes.machines.addresses import check_machines
 from rainband.runtimes.simulation.models.cluster_model import compute_model, load_model
 from rainband.runtimes.simulation.models.faults import check_nodes
 from rainband.runtimes.simulation.models.faults import parse as parse_faults
@@ -220,7 +220,7 @@ def resolve(
     usual = (WORKERS, SERVERS) if base is None else (base.num_workers, base.num_servers)
     workers = _workers(options, name, requires, size, usual[0])
     servers = _servers(options, name, requires, usual[1])
-    _check_machines({**options, "workers": workers}, name, requires, size)
+    check_machines({**options, "workers": workers}, name, requires, size)
     check_ray({**options, "workers": workers}, name, requires)
     _check_simulation(options, name, requires, size)
     _check_record(options, name, requires, size)
@@ -342,38 +342,6 @@ def _check_cores(**numbers: int) -> None:
                 f"{opt(name, number)}: this machine has {cores} cores, so they would only wait for each other. Use at "
                 f"most {MOST_PER_CORE * cores}; about {cores} is fastest."
             )
-
-
-def _check_machines(options: RunOptions, name: str, requires: Requirements, size: int) -> None:
-    """Raise if a run cannot have workers on other machines, or has none at all."""
-    if "listen" in options:
-        parse_address("listen", options["listen"] or "")
-        if "advertise" in options:
-            parse_address("advertise", options["advertise"] or "", default_port=0)
-    else:
-        for given in ("advertise", "min_workers"):
-            if given in options:
-                raise OptionError(f"{opt(given)} requires {opt('listen', '0.0.0.0:7070')}.")
-        if options["workers"] == 0:
-            raise OptionError(
-                f"{opt('workers', 0)} requires {opt('listen', '0.0.0.0:7070')}, for workers that join from other "
-                f"machines: add it, or use {opt('workers', 1)}."
-            )
-        if options.get("runtime") != "ray":
-            return
-    why = ""
-    if options.get("runtime") == "sim":
-        why = "a simulation has no other machines"
-    elif not (requires.servers or requires.in_rounds or size > 1):
-        why = f"{name} works on one machine only; choose downpour or sync"
-    elif requires.algorithm:
-        why = f"{name} sums gradients in memory that workers of one machine share; choose sync"
-    elif size > 1 and options.get("runtime") == "ray":
-        why = f"the workers of {opt('stages')} are not placed on nodes of a cluster yet"
-    elif options.get("record") or options.get("transport") == "shm":
-        why = f"{opt('record')} and {opt('transport', 'shm')} are for one machine"
-    if why:
-        raise OptionError(f"{opt('listen') if 'listen' in options else opt('runtime', 'ray')}: {why}.")
 
 
 def _check_simulation(options: RunOptions, name: str, requires: Requirements, size: int) -> None:

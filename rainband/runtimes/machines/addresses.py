@@ -1,4 +1,4 @@
-"""Addresses as users type them: where a run listens, and where other machines reach it."""
+"""Options of runs on several machines: where a run listens, where others reach it, and what such a run cannot have."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import socket
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rainband.options import OptionError, opt
+from rainband.options import OptionError, RunOptions, opt
+from rainband.strategy import Requirements
 from rainband.transports.connect import host_and_port
 
 ANY_HOST = ("0.0.0.0", "::")
@@ -75,3 +76,35 @@ def _own_addresses(family: int) -> Sequence[str]:
 def _is_local(host: str) -> bool:
     address = ipaddress.ip_address(host.partition("%")[0])
     return address.is_loopback or address.is_link_local
+
+
+def check_machines(options: RunOptions, name: str, requires: Requirements, size: int) -> None:
+    """Raise if a run cannot have workers on other machines, or has none at all."""
+    if "listen" in options:
+        parse_address("listen", options["listen"] or "")
+        if "advertise" in options:
+            parse_address("advertise", options["advertise"] or "", default_port=0)
+    else:
+        for given in ("advertise", "min_workers"):
+            if given in options:
+                raise OptionError(f"{opt(given)} requires {opt('listen', '0.0.0.0:7070')}.")
+        if options["workers"] == 0:
+            raise OptionError(
+                f"{opt('workers', 0)} requires {opt('listen', '0.0.0.0:7070')}, for workers that join from other "
+                f"machines: add it, or use {opt('workers', 1)}."
+            )
+        if options.get("runtime") != "ray":
+            return
+    why = ""
+    if options.get("runtime") == "sim":
+        why = "a simulation has no other machines"
+    elif not (requires.servers or requires.in_rounds or size > 1):
+        why = f"{name} works on one machine only; choose downpour or sync"
+    elif requires.algorithm:
+        why = f"{name} sums gradients in memory that workers of one machine share; choose sync"
+    elif size > 1 and options.get("runtime") == "ray":
+        why = f"the workers of {opt('stages')} are not placed on nodes of a cluster yet"
+    elif options.get("record") or options.get("transport") == "shm":
+        why = f"{opt('record')} and {opt('transport', 'shm')} are for one machine"
+    if why:
+        raise OptionError(f"{opt('listen') if 'listen' in options else opt('runtime', 'ray')}: {why}.")
