@@ -77,8 +77,6 @@ class Requirements:
         """Return why a run cannot be continued from a checkpoint; empty: it can."""
         if self.shared_memory:
             return "its workers write to one memory without locks, so no state of it is of one moment"
-        if self.coordinated:
-            return "its coordinator part keeps state between the steps"
         if workers_per_replica > 1:
             return "its workers compute one model together, in stages"
         return ""

@@ -17,11 +17,11 @@ from rainband.checkpoints.manifest import MANIFEST, Manifest, RunFacts, decode_m
 from rainband.checkpoints.read import Checkpoint, all_names, newest
 from rainband.checkpoints.store import LocalStore, Store, open_store
 from rainband.checkpoints.tensor_file import TensorFile, encoded
+from rainband.checkpoints.write import write_file
 from rainband.errors import BadCheckpoint
 from rainband.protocol.data_plan import DataPlan
 from rainband.protocol.layout import LayoutEntry, arrange
 from rainband.protocol.saved_state import SavedFile, name_of
-from rainband.runtimes.checkpoints.write import write_file
 
 PLAN = DataPlan(fingerprint="data", layout="digest", num_samples=8, batch_size=2, epochs=3, seed=0, portion_batches=2)
 LAYOUT = arrange([LayoutEntry("weight", (2, 3))])

@@ -14,9 +14,9 @@ from torch.optim.swa_utils import AveragedModel
 from rainband.checkpoints import tree
 from rainband.checkpoints.store import LocalStore
 from rainband.checkpoints.tensor_file import TensorFile
+from rainband.checkpoints.write import write_file
 from rainband.rounds.board import LocalBoard, SharedMemory
 from rainband.rounds.rounds import RoundExchange
-from rainband.runtimes.checkpoints.write import write_file
 from rainband.runtimes.training_loop.split.state import LoopState
 from rainband.worker.saving.snapshots import copied
 from tests.split_group import Group, run_group

@@ -335,3 +335,30 @@ def test_a_server_of_any_other_strategy_refuses_commands() -> None:
     server = Server(Downpour().server, lambda specs, buffers: [])
     assert server.receive(COORDINATOR, Command(1, 1, (norm(PARAMS),))) == []
     assert server.progress.refused["command"] == 1
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        fill("a", 9.0),
+        copy("a", "b"),
+        scale("a", 2.0),
+        axpy("a", 1.0, "b"),
+        multiply("a", "b"),
+        swap("a", "b"),
+        swap("b", "a"),
+        drop("a"),
+    ],
+    ids=str,
+)
+def test_vectors_that_a_checkpoint_reads_stay_as_they_are(operation: Operation) -> None:
+    vectors = Vectors(torch.zeros(3), (BlockSegment(0, 0, 0, 3, 0),))
+    for name, number in (("a", 1.0), ("b", 2.0)):
+        vectors.run(fill(name, number))
+    lent = vectors.lend()
+    vectors.run(operation)
+    vectors.run(fill("b", 7.0))
+    vectors.run(fill("a", 8.0))
+    assert lent["a"].tolist() == [1.0] * 3 and lent["b"].tolist() == [2.0] * 3
+    assert vectors.named["a"].tolist() == [8.0] * 3 and vectors.named["b"].tolist() == [7.0] * 3
+    assert vectors.named["a"] is not lent["a"] and not vectors.lent

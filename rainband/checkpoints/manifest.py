@@ -11,7 +11,7 @@ import xxhash
 from rainband.errors import BadCheckpoint
 from rainband.protocol.data_plan import DataPlan
 from rainband.protocol.layout import Layout
-from rainband.protocol.saved_state import SavedBlock, SavedFile
+from rainband.protocol.saved_state import SavedBlock, SavedCommands, SavedFile
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -45,6 +45,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     num_replicas: int  # for which the update rules were made
     files: tuple[SavedFile, ...]
     blocks: tuple[SavedBlock, ...] = ()  # of the servers; none: the workers have the optimizer
+    commands: SavedCommands | None = None  # of a full-batch strategy
     metrics: dict[str, float] = {}
     hash: str = ""  # of everything above
 

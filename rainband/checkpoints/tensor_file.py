@@ -49,21 +49,23 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fa
         return self.data_offsets[1] - self.data_offsets[0]
 
 
-def encoded(tensors: Mapping[str, Tensor], state: str = "") -> tuple[bytes, list[memoryview]]:
-    """Return the header and the bodies of a file; `state` is a text that is stored with the tensors."""
+def encoded(tensors: Mapping[str, Tensor | bytes], state: str = "") -> tuple[bytes, list[memoryview]]:
+    """Return the header and the bodies of a file; `state` is a text that is stored with the tensors.
+
+    Bytes are stored as a tensor of numbers from 0 to 255: they need no torch.
+    """
     header: dict[str, Any] = {}
     hashes: dict[str, str] = {}
     bodies: list[memoryview] = []
     end = 0
     for name, tensor in tensors.items():
-        if str(tensor.dtype) not in NAMES:
+        if isinstance(tensor, bytes):
+            dtype, shape, body = "U8", [len(tensor)], memoryview(tensor)
+        elif str(tensor.dtype) not in NAMES:
             raise ValueError(f"a checkpoint cannot have tensors of {tensor.dtype}: {name} is one.")
-        body = bytes_of(tensor)
-        header[name] = {
-            "dtype": NAMES[str(tensor.dtype)],
-            "shape": list(tensor.shape),
-            "data_offsets": [end, end + len(body)],
-        }
+        else:
+            dtype, shape, body = NAMES[str(tensor.dtype)], list(tensor.shape), bytes_of(tensor)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + len(body)]}
         hashes[name] = hash_of(body)
         bodies.append(body)
         end += len(body)
@@ -115,6 +117,10 @@ class TensorFile:
         if not body:
             return torch.empty(entry.shape, dtype=dtype)
         return torch.frombuffer(body, dtype=torch.uint8).view(dtype).reshape(entry.shape)
+
+    def content(self, name: str) -> bytes:
+        """Read the bytes of one tensor, and check their hash."""
+        return bytes(self._checked(name)[1])
 
     def verify(self) -> None:
         """Read all tensors, and check their hashes."""

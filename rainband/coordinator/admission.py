@@ -157,8 +157,9 @@ class Admission:
         restore = self.state.settings.restore
         if restore is not None:
             self.liveness.leases.restore(restore)
-            samples = restore.plan.samples_of(restore.step)
-            self.state.events.append(events.Restored(at_s=now, place=restore.place, step=restore.step, samples=samples))
+            self.state.events.append(
+                events.Restored(at_s=now, place=restore.place, step=restore.step, samples=restore.samples)
+            )
         return outs
 
     def _who_begins(self, complete: list[tuple[Peer, Join]]) -> list[tuple[Peer, Join]]:

@@ -14,7 +14,7 @@ import msgspec
 from rainband.coordinator.admission import Admission
 from rainband.coordinator.divergence_guard import GuardActions
 from rainband.coordinator.full_batch import FullBatchDuty, FullBatchRun
-from rainband.coordinator.journal import Journal
+from rainband.coordinator.journal import Journal, decode_results
 from rainband.coordinator.leases import Leases
 from rainband.coordinator.liveness import Liveness
 from rainband.coordinator.planning import Planning
@@ -70,7 +70,9 @@ class Coordinator:
         self.shutdown = RunEnd(state, self.reporting, self.checkpoints)
         self.full_batch: FullBatchDuty | None = None
         if strategy is not None and requires.coordinated:
-            state.full_batch = FullBatchRun(strategy.coordinate, state.events, journal)
+            if journal is None and settings.restore is not None:
+                journal = Journal(entries=decode_results(settings.restore.results))
+            state.full_batch = FullBatchRun(strategy.coordinate, state.events, journal, self._before_stop)
             self.full_batch = FullBatchDuty(state, state.full_batch, self.shutdown)
         self.leases = Leases(state, self.shutdown)
         self.liveness = Liveness(state, self.shutdown, self.leases, self.full_batch)
@@ -108,7 +110,7 @@ class Coordinator:
             case Saved():
                 return self.checkpoints.saved(sender, message, now) + self.shutdown.when_concluded()
             case Answer() | Evaluated() if self.full_batch is not None and sender.role == "server":
-                return self.full_batch.answered(sender, message, now)
+                return self.full_batch.answered(sender, message, now) + self.checkpoints.look(now)
         return self._from_worker(sender, message, now, body)
 
     def _from_worker(self, sender: Peer, message: Message, now: float, body: Any) -> list[CoordinatorOutput]:
@@ -243,6 +245,10 @@ class Coordinator:
         """Note that a checkpoint is there, under this name, or why it is not."""
         self.checkpoints.committed(collected, name, now, error)
         return self.shutdown.when_concluded() + self.checkpoints.tick(now)
+
+    def _before_stop(self) -> list[tuple[Peer, Message]]:
+        """Begin the last checkpoint of a full-batch run that is stopped."""
+        return [(out.to, out.message) for out in self.checkpoints.before_the_end()]
 
     def due_at(self) -> float | None:
         """Return when to call `look`, because a worker may be overdue then; None: never."""

@@ -7,9 +7,12 @@ in the journal before the next one leaves, so that `coordinate` can be run again
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from rainband.coordinator.journal import Journal, digest
+import msgspec
+
+from rainband.coordinator.journal import CommandPosition, Journal, digest
 from rainband.coordinator.pending_command import Computed, Evaluating, PendingCommand
 from rainband.coordinator.shutdown import RunEnd
 from rainband.coordinator.state import CoordinatorOutput, FailureCause, Phase, RunState, ServerState, WorkerState
@@ -111,13 +114,36 @@ class ItemDispatch:
         return queue.next_due(idle) if idle else None
 
 
+@dataclass
+class RequestedWork:
+    """Counts of what evaluations have requested so far."""
+
+    evaluations: int = 0
+    work_items: int = 0
+    batches: int = 0
+    last_batches: int = 0  # of the last evaluation
+
+    def add(self, work_items: int, batches: int) -> None:
+        self.evaluations += 1
+        self.work_items += work_items
+        self.batches, self.last_batches = self.batches + batches, batches
+
+
 class FullBatchRun:
     """Implements the `CoordinatorApi` of a strategy, and runs its `coordinate`."""
 
     def __init__(
-        self, coordinate: Coordinate, notes: list[events.AnyEvent] | None = None, journal: Journal | None = None
+        self,
+        coordinate: Coordinate,
+        notes: list[events.AnyEvent] | None = None,
+        journal: Journal | None = None,
+        before_stop: Callable[[], list[To]] = list,
     ) -> None:
-        """Each iteration is added to `notes`. `journal`: of a coordinator that this one replaces."""
+        """Each iteration is added to `notes`. `journal`: of a coordinator that this one replaces.
+
+        `before_stop` is called before the strategy learns that it is to stop, and returns messages to send.
+        """
+        self.before_stop = before_stop
         self.coordinate = coordinate
         self.journal = journal or Journal()
         self.found = len(self.journal.entries)  # results of the previous coordinator
@@ -135,7 +161,7 @@ class FullBatchRun:
         self.cut_short = False  # stopped within an evaluation, and the strategy does not know it yet
         self.after_stop = 0  # commands
         self.samples = 0  # of complete evaluations
-        self.batches = self.work_items = self.evaluations = 0  # requested so far
+        self.requested = RequestedWork()
 
     @property
     def num_items(self) -> int:
@@ -153,12 +179,11 @@ class FullBatchRun:
     def evaluate(self, *operations: Operation, work_items: Sequence[int] | None = None) -> Awaitable[Evaluation]:
         assert self.nodes is not None
         if self.stopping:
+            self.outs += self.before_stop()
             raise Stop  # the workers have stopped computing
         chosen = tuple(range(self.num_items)) if work_items is None else tuple(sorted(set(work_items)))
         assert chosen, "an evaluation has at least one work item"
-        self.evaluations += 1
-        self.work_items += len(chosen)
-        self.batches += sum(map(self.nodes.plan.batches_in, chosen))
+        self.requested.add(len(chosen), sum(map(self.nodes.plan.batches_in, chosen)))
         return Evaluating(self._command(operations, chosen))
 
     def report(self, iteration: int, loss: float, gradient_norm: float, step: float, end: End | None = None) -> None:
@@ -171,8 +196,8 @@ class FullBatchRun:
                 loss=loss,
                 gradient_norm=gradient_norm,
                 step=step,
-                evaluations=self.evaluations,
-                work_items=self.work_items,
+                evaluations=self.requested.evaluations,
+                work_items=self.requested.work_items,
                 backups=self.dispatch.backups,
                 end=end.text if end else "",
                 end_cause=end.cause if end else None,
@@ -241,7 +266,24 @@ class FullBatchRun:
 
     def _throw_stop(self) -> list[To]:
         self.cut_short = False
+        self.outs += self.before_stop()
         return self._go_on(Stop())
+
+    def position(self) -> CommandPosition | None:
+        """Return how far the commands are, for a checkpoint; None if one is being executed, or is not an evaluation.
+
+        An evaluation begins again in the run that continues: what it has summed is not used.
+        """
+        pending = self.pending
+        if pending is None or self.over or pending.known is not None or len(pending.answers) < len(pending.servers):
+            return None
+        if pending.refused() or not (self.stopping or pending.work_items):
+            return None
+        is_open = len(self.journal.entries) < self.number
+        step = self.batches - (self.last_batches if is_open else 0)
+        return CommandPosition(
+            self.number, pending.at_version, is_open, step, msgspec.msgpack.encode(self.journal.entries)
+        )
 
     def receive(self, sender: Peer, message: Answer | Evaluated, now: float) -> list[To]:
         """Take a message of a server."""

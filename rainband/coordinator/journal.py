@@ -45,6 +45,28 @@ class Journal(msgspec.Struct):
         return read
 
 
+class CommandPosition(msgspec.Struct, frozen=True):
+    """The last command that was executed when a checkpoint began."""
+
+    number: int  # of the last command, which all servers have executed; if it is an evaluation, it begins again
+    version: int  # of every block
+    evaluates: bool  # it is an evaluation, which is not complete
+    step: int  # batches of complete evaluations
+    results: bytes  # of all commands that were complete
+
+
+def samples_of_results(results: bytes) -> int:
+    """Return the samples of the evaluations whose results a checkpoint has; ValueError if they are no results."""
+    return sum(entry.samples for entry in decode_results(results))
+
+
+def decode_results(results: bytes) -> list[JournalEntry]:
+    try:
+        return msgspec.msgpack.decode(results, type=list[JournalEntry])
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"the results of its commands cannot be read ({error}).") from None
+
+
 def digest(command: Command) -> int:
     """Return a hash of a command, without the sender's term."""
     return (

@@ -55,6 +55,15 @@ class SavedBlock(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return AcceptedSet.of_portions(plan, self.first_open, self.open)
 
 
+class SavedCommands(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The last command of a full-batch strategy that a checkpoint contains."""
+
+    number: int  # of the last command that the blocks have executed
+    version: int  # of every block
+    evaluates: bool  # that command began an evaluation, which was not complete
+    file: str = ""  # with the results of all commands that were complete
+
+
 class Restore(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint from which a run continues."""
 
@@ -64,4 +73,6 @@ class Restore(msgspec.Struct, frozen=True, kw_only=True):
     layout: Layout
     num_replicas: int
     blocks: tuple[SavedBlock, ...] = ()
+    samples: int = 0  # that were processed until then
+    results: bytes = b""  # of the commands of a full-batch strategy
     force: bool = False  # also with other data

@@ -117,6 +117,19 @@ class Vectors:
     def __init__(self, params: Tensor, segments: Sequence[BlockSegment]) -> None:
         self.segments = segments
         self.named: dict[str, Tensor] = {PARAMS: params}
+        self.lent: set[str] = set()  # a checkpoint is being written from them: copied before they are changed
+
+    def lend(self) -> dict[str, Tensor]:
+        """Return the vectors beside the parameters, for a reader: they stay as they are now."""
+        self.lent = self.named.keys() - {PARAMS}
+        return {name: self.named[name] for name in self.lent}
+
+    def _own(self, name: str) -> Tensor:
+        """Return a vector that may be changed."""
+        if name in self.lent:
+            self.lent.discard(name)
+            self.named[name] = self.named[name].clone()
+        return self.named[name]
 
     def run(self, operation: Operation) -> float | None:
         """Do one operation; a dot product or the square of a norm is returned."""
@@ -127,19 +140,18 @@ class Vectors:
             case "copy":
                 self._copy(operation.target, operation.source)
             case "scale":
-                assert v is not None
-                v.mul_(operation.number)
+                self._own(operation.target).mul_(operation.number)
             case "axpy":
-                assert v is not None and w is not None
-                v.add_(w, alpha=operation.number)
+                assert w is not None
+                self._own(operation.target).add_(w, alpha=operation.number)
             case "multiply":
-                assert v is not None and w is not None
-                v.mul_(w)
+                assert w is not None
+                self._own(operation.target).mul_(w)
             case "swap":
-                assert v is not None and w is not None
-                self.named[operation.target], self.named[operation.source] = w, v
+                self._swap(operation.target, operation.source)
             case "drop":
                 del self.named[operation.target]
+                self.lent.discard(operation.target)
             case "dot":
                 assert v is not None and w is not None
                 return _dot(v, w)
@@ -148,24 +160,25 @@ class Vectors:
                 return _dot(v, v)
         return None
 
-    def made(self) -> dict[str, Tensor]:
-        """Return the vectors beside the parameters."""
-        return {name: vector for name, vector in self.named.items() if name != PARAMS}
-
     def add(self, gradient: Tensor) -> None:
         """Add to the sum of an evaluation."""
-        self.named[GRADIENT].add_(gradient)
+        self._own(GRADIENT).add_(gradient)
+
+    def _swap(self, a: str, b: str) -> None:
+        self.named[a], self.named[b] = self.named[b], self.named[a]
+        names = {a, b}
+        self.lent = self.lent - names | {({a: b, b: a})[name] for name in self.lent & names}
 
     def _fill(self, name: str, number: float) -> None:
         if name not in self.named:
             self.named[name] = self.named[PARAMS].new_zeros(self.named[PARAMS].shape)
-        vector = self.named[name].zero_()
+        vector = self._own(name).zero_()
         for segment in self.segments if number else ():
             vector[segment.start : segment.stop] = number
 
     def _copy(self, name: str, source: str) -> None:
         if name in self.named:
-            self.named[name].copy_(self.named[source])
+            self._own(name).copy_(self.named[source])
         else:
             self.named[name] = self.named[source].clone()
 

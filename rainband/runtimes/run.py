@@ -157,7 +157,7 @@ class Run:
 
     def _restored_samples(self) -> int:
         """Return the samples of the checkpoint from which the run continues."""
-        return 0 if self.restore is None else self.restore.plan.samples_of(self.restore.step)
+        return 0 if self.restore is None else self.restore.samples
 
     def save_rescued(self, coordinator: Coordinator) -> None:
         """Save the model that the coordinator has fetched from the servers because no worker could save it."""

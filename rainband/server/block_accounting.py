@@ -92,5 +92,15 @@ class BlockAccounting:
         for portion, reason, mask in saved.skipped:
             self._set(portion, reason, mask)
 
+    def forget_evaluation(self) -> None:
+        """Begin an evaluation of a checkpoint again: what it had accepted does not count."""
+        self.applied -= self.accepted_set.count - self.num_skipped.total()
+        self.accepted_before = self.applied
+        self.accepted_set, self.skipped, self.num_skipped = AcceptedSet(self.accepted_set.plan), {}, Counter()
+
+    def count_evaluations(self) -> None:
+        """Continue after a complete evaluation of a checkpoint."""
+        self.accepted_before = self.applied + self.num_skipped.total() - self.accepted_set.count
+
     def missed(self, block: int) -> Missed:
         return Missed(block, self.num_pushes, self.total_missed, self.max_missed)

@@ -16,6 +16,7 @@ from rainband.protocol.messages import Answer, Command, Evaluated, Message, Push
 from rainband.protocol.vectors import ANSWERED, GRADIENT, PARAMS, Operation, fill, validate_operations
 
 if TYPE_CHECKING:
+    from rainband.protocol.saved_state import SavedCommands
     from rainband.server.block import Block
 
 
@@ -39,7 +40,7 @@ class CommandExecutor:
             return [self._refused(command, f"term {command.term} is over, this is term {self.term}")]
         number = 0 if self.last is None else self.last.number
         if command.number == number:
-            return self._again(command)
+            return self._again(command, blocks)
         if command.number < number and command.term == self.term:
             return []  # the coordinator has its answer: it has sent a newer command
         if command.number != number + 1:
@@ -54,14 +55,37 @@ class CommandExecutor:
         self.last, self.done = Answer(command.term, command.number, results, self.version), command
         return [self.last, *(self.evaluated() if command.work_items else ())]
 
-    def _again(self, command: Command) -> list[Message]:
+    def _again(self, command: Command, blocks: Sequence[Block]) -> list[Message]:
         """Repeat the answer to a command that was executed, under the term of the coordinator that asks."""
-        assert self.last is not None and self.done is not None
+        assert self.last is not None
+        if self.done is None:
+            return self._begin_again(command, blocks)
         if (command.operations, command.work_items) != (self.done.operations, self.done.work_items):
             return [self._refused(command, f"another command {command.number} was done")]
         self.term = command.term
         self.last = msgspec.structs.replace(self.last, term=command.term)
         return [self.last, *(self.evaluated() if command.work_items else ())]
+
+    def _begin_again(self, command: Command, blocks: Sequence[Block]) -> list[Message]:
+        """Answer the last command of a checkpoint, which its blocks have executed, and begin its evaluation."""
+        for block in blocks:
+            block.compute((fill(GRADIENT, 0.0),), new_version=False)
+        self._begin(command.work_items, blocks)
+        self.names.add(GRADIENT)
+        self.term = command.term
+        results = tuple(math.nan for operation in command.operations if operation.kind in ANSWERED)  # nobody reads them
+        self.last, self.done = Answer(command.term, command.number, results, self.version), command
+        return [self.last, *self.evaluated()]
+
+    def restore(self, commands: SavedCommands, blocks: Sequence[Block]) -> None:
+        """Continue after the last command of a checkpoint. If it began an evaluation, it begins it again."""
+        self.last, self.version = Answer(0, commands.number, (), commands.version), commands.version
+        for block in blocks:
+            if commands.evaluates:
+                block.accounting.forget_evaluation()
+            else:
+                block.accounting.count_evaluations()
+            self.names |= block.parameters.vectors.named.keys()
 
     def _refused(self, command: Command, why: str) -> Answer:
         return Answer(command.term, command.number, (), self.version, why)

@@ -48,13 +48,15 @@ class ProgressReport:
 
     def restored(self) -> None:
         """Count the portions that the blocks have from a checkpoint, and their updates."""
+        self.updates = sum(block.version for block in self.blocks.values())
+        if self.commands is not None:
+            return  # the evaluation begins again
         sets = [block.accounting.accepted_set for block in self.blocks.values()]
         lowest = min((accepted.first_open for accepted in sets), default=0)
         for accepted in sets:
             for portion in (*range(lowest, accepted.first_open), *accepted.open):
                 self.complete[portion] += accepted.is_full(portion)
         self.num_complete = lowest + sum(count == len(sets) for count in self.complete.values())
-        self.updates = sum(block.version for block in self.blocks.values())
 
     def accept_dropped(self, block: Block) -> None:
         """Note the batches that a rule has dropped, whether their gradients have arrived or not."""

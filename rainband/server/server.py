@@ -45,7 +45,7 @@ from rainband.protocol.messages import (
     TakeSnapshot,
 )
 from rainband.protocol.parameter_buffers import ParameterBuffer
-from rainband.protocol.saved_state import SavedBlock
+from rainband.protocol.saved_state import SavedBlock, SavedCommands
 from rainband.server.block import Block
 from rainband.server.commands import CommandExecutor
 from rainband.server.progress_report import ProgressReport
@@ -270,6 +270,12 @@ class Server:
     def restore(self, saved: SavedBlock, tensors: Mapping[str, Tensor]) -> None:
         """Give a block its state of a checkpoint; ValueError if it does not fit."""
         restore(self.blocks[saved.index], saved, tensors)
+
+    def restore_commands(self, saved: SavedCommands) -> None:
+        """Continue after the commands of a full-batch strategy that the blocks of a checkpoint have executed."""
+        if self.commands is None:
+            raise ValueError("it is of a full-batch strategy, and this one is none.")
+        self.commands.restore(saved, list(self.blocks.values()))
 
     def restored(self) -> list[ServerOutput]:
         """Report that all blocks have their state of a checkpoint."""

@@ -1,5 +1,6 @@
 """Copies of a server's blocks for a checkpoint: each is taken between two messages, so it is of one moment.
 
+The vectors of full-batch strategies are not copied, but lent: a command copies one before it changes it.
 Of an asynchronous run, each block may be copied at another moment: what it has accepted is copied with it. In rounds,
 all blocks are copied at one version, each as soon as it has it. Training goes on meanwhile.
 """
@@ -99,7 +100,7 @@ def snapshot_of(block: Block) -> BlockSnapshot:
     optimizer, numbers, absent = parameters.saved_state()
     tensors = {VALUES: block.values.clone()}
     tensors |= {f"{OPTIMIZER}/{name}": values for name, values in optimizer.items()}
-    tensors |= {f"{VECTOR}/{name}": values.clone() for name, values in parameters.vectors.made().items()}
+    tensors |= {f"{VECTOR}/{name}": values for name, values in parameters.vectors.lend().items()}
     rule: dict[str, float] = {}
     for name, value in block.rule.state().items():
         if isinstance(value, torch.Tensor):

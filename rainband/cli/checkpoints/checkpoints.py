@@ -50,7 +50,8 @@ def command(
             manifest = checkpoint.manifest
             found.append(manifest)
             results = ", ".join(f"{key} {value:.4g}" for key, value in manifest.metrics.items())
-            progress = f"{manifest.step / manifest.plan.num_batches:.0%}" if manifest.plan.num_batches else ""
+            known = manifest.plan.num_batches and not manifest.plan.coordinated
+            progress = f"{manifest.step / manifest.plan.num_batches:.0%}" if known else ""
             age = _age(manifest.created_at)
             rows.append((f"{manifest.step:,}", progress, size(manifest.num_bytes), age, results, checkpoint.place))
     if as_json:

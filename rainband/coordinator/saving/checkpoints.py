@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from rainband.coordinator.journal import CommandPosition
 from rainband.coordinator.state import CoordinatorOutput, Phase, RunState, WorkerState
 from rainband.protocol import events
 from rainband.protocol.messages import Peer, Saved, TakeSnapshot
@@ -34,6 +35,7 @@ class Collected:
     files: list[SavedFile] = field(default_factory=list)
     blocks: list[SavedBlock] = field(default_factory=list)
     step: int = 0
+    position: CommandPosition | None = None  # of a full-batch strategy
 
 
 class Checkpoints:
@@ -72,13 +74,26 @@ class Checkpoints:
             return []  # nothing has changed
         return self._begin(now)
 
+    def look(self, now: float) -> list[CoordinatorOutput]:
+        """Begin a checkpoint that is due: a full-batch run has come to a moment at which that is possible."""
+        return self.tick(now) if self.next_at is not None and now >= self.next_at else []
+
     def request(self, now: float) -> list[CoordinatorOutput]:
         """Begin a checkpoint now, or after the one that is being written."""
         self.requested = True
         return self.tick(now)
 
-    def before_the_end(self, worker: WorkerState) -> list[CoordinatorOutput]:
-        """Begin the checkpoint of a run that is stopped: nothing is under way any more."""
+    def before_the_end(self, worker: WorkerState | None = None) -> list[CoordinatorOutput]:
+        """Begin the checkpoint of a run that is stopped: nothing is under way any more.
+
+        Of a full-batch run, the moment is the one at which its strategy learns that it is to stop: what it does then
+        is not part of the training.
+        """
+        if self.state.full_batch is not None and worker is not None:
+            self.over = self.over or not self.is_awaited
+            return []
+        if self.over or self.is_awaited:
+            return []
         if not self.every_s or self._why_not() or self.state.outcome != "stopped" or not self._done():
             self.over = True
             return []
@@ -95,7 +110,12 @@ class Checkpoints:
         worker = worker or self._worker()
         if worker is None:
             return []  # none has joined again yet
-        at_version = -1
+        at_version, position, done = -1, None, self._done()
+        if state.full_batch is not None:
+            position = state.full_batch.position()
+            if position is None:
+                return []  # at the next evaluation
+            at_version, done = position.version, position.step
         if self.in_rounds and not final:
             at_version = self._newest_round() + self.margin
             if at_version >= self._num_rounds():
@@ -103,9 +123,9 @@ class Checkpoints:
                 return []  # the run is over before
         self.number += 1
         servers = [] if self.by_workers else [s.peer for s in state.servers.values()]
-        self.done_before = self._done()
-        name = name_of(self.done_before)
-        self.current = Collected(self.number, name, now, final, {worker.peer, *servers})
+        self.done_before = done
+        name = name_of(done)
+        self.current = Collected(self.number, name, now, final, {worker.peer, *servers}, step=done, position=position)
         snapshot = TakeSnapshot(self.number, name, at_version)
         return [CoordinatorOutput(peer, snapshot) for peer in (*servers, worker.peer)]
 
@@ -117,6 +137,8 @@ class Checkpoints:
 
     def _done(self) -> int:
         """Return the batches that are done, about, where only the workers know."""
+        if self.state.full_batch is not None:
+            return self.state.full_batch.requested.batches
         if not self.state.shares_batches():
             return self.state.batches_done() if self.state.has_data() else 0
         restored = self.state.settings.restore
@@ -144,6 +166,9 @@ class Checkpoints:
         """Take the part that a node has written."""
         current = self.current
         if current is None or message.number != current.number or sender not in current.waiting:
+            return []
+        if message.newest >= 0 and current.position is not None:
+            self._failed("a server has passed the evaluation at which it began", now)
             return []
         if message.newest >= 0:
             return self._later(message.newest, now)
@@ -187,6 +212,9 @@ class Checkpoints:
         versions = {block.version for block in current.blocks}
         if self.in_rounds and len(versions) > 1:
             self._failed("the servers' blocks are not at one round, because a worker was lost", now)
+            return
+        if current.position is not None:
+            self.complete, self.current = current, current if current.final else None
             return
         counts = [block.accepted_set(plan).count for block in current.blocks]
         current.step = min(counts, default=current.step)

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import msgspec
+
 from rainband.checkpoints import commit
 from rainband.checkpoints.manifest import Manifest, RunFacts
 from rainband.checkpoints.store import Store
+from rainband.checkpoints.write import write_tensors
 from rainband.coordinator.coordinator import Coordinator
 from rainband.coordinator.saving.checkpoints import Collected
+from rainband.protocol.saved_state import SavedCommands
 from rainband.runtimes.checkpoints.background import Background
+from rainband.runtimes.checkpoints.place import COORDINATOR_FILE, RESULTS
 
 FAILURES = (OSError, ValueError)
 
@@ -50,7 +55,7 @@ class Committer:
     ) -> Callable[[], None]:
         name, error = "", ""
         try:
-            name = commit.finish(self.store, collected.folder, manifest)
+            name = commit.finish(self.store, collected.folder, self._with_results(collected, manifest))
             following = self.coordinator.checkpoints.current
             commit.prune(self.store, self.keep, "" if following is None else following.folder)
         except FAILURES as raised:
@@ -61,6 +66,16 @@ class Committer:
             committed(collected, name, error)
 
         return done
+
+    def _with_results(self, collected: Collected, manifest: Manifest) -> Manifest:
+        """Write the results of a full-batch strategy's commands, if it has any."""
+        position = collected.position
+        if position is None:
+            return manifest
+        folder = commit.begin(self.store, collected.folder)
+        file = write_tensors(self.store, folder, COORDINATOR_FILE, {RESULTS: position.results})
+        commands = SavedCommands(position.number, position.version, position.evaluates, file.name)
+        return msgspec.structs.replace(manifest, files=(*manifest.files, file), commands=commands)
 
     def _manifest(self, collected: Collected) -> Manifest:
         state = self.coordinator.state

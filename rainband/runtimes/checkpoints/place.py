@@ -10,11 +10,13 @@ import msgspec
 from rainband.checkpoints.manifest import Manifest, RunFacts
 from rainband.checkpoints.read import Checkpoint, newest
 from rainband.checkpoints.store import Store, is_url, open_store
+from rainband.coordinator.journal import samples_of_results
 from rainband.protocol.saved_state import Restore, step_of
 from rainband.runtimes.config import RunConfig
 
 FOLDER = "checkpoints"
 WORKER_FILE = "worker.safetensors"
+COORDINATOR_FILE, RESULTS = "coordinator.safetensors", "results"  # of commands; the name of its tensor
 
 
 def store_of(config: RunConfig) -> Store:
@@ -56,7 +58,9 @@ def restore_of(config: RunConfig) -> Restore | None:
     """Return from what a run continues; None: it begins anew."""
     if not config.resume_from:
         return None
-    manifest = opened(config.resume_from).manifest
+    checkpoint = opened(config.resume_from)
+    manifest, commands = checkpoint.manifest, checkpoint.manifest.commands
+    results = b"" if commands is None else checkpoint.file(commands.file).content(RESULTS)
     return Restore(
         place=config.resume_from,
         step=manifest.step,
@@ -64,6 +68,8 @@ def restore_of(config: RunConfig) -> Restore | None:
         layout=manifest.layout,
         num_replicas=manifest.num_replicas,
         blocks=manifest.blocks,
+        samples=samples_of_results(results) if results else manifest.plan.samples_of(manifest.step),
+        results=results,
         force=config.force,
     )
 

@@ -51,6 +51,8 @@ def restore_server(server: Server, checkpoint: Checkpoint) -> None:
             raise BadCheckpoint(checkpoint.place, f"it has no values for block {spec.index}")
         whole = saved[spec.vector, of_vector[-1]]
         server.restore(msgspec.structs.replace(whole, index=spec.index), _tensors(checkpoint, whole, spec))
+    if checkpoint.manifest.commands is not None:
+        server.restore_commands(checkpoint.manifest.commands)
 
 
 def _tensors(checkpoint: Checkpoint, saved: SavedBlock, spec: BlockSpec) -> dict[str, Tensor]:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
 import safetensors
-from torch import Tensor
 
-from rainband.checkpoints import commit, tree
-from rainband.checkpoints.manifest import hash_of
+from rainband.checkpoints import commit
 from rainband.checkpoints.store import Store
-from rainband.checkpoints.tensor_file import encoded
+from rainband.checkpoints.write import write_file, write_tensors
 from rainband.protocol.messages import Message, Saved, TakeSnapshot
-from rainband.protocol.saved_state import SavedBlock, SavedFile
+from rainband.protocol.saved_state import SavedBlock
 from rainband.runtimes.checkpoints.background import Background
 from rainband.runtimes.checkpoints.place import WORKER_FILE
 from rainband.server.server import Server
@@ -84,17 +82,3 @@ def write_worker(store: Store, snapshot: TakeSnapshot, state: object, block: Sav
         return Saved(snapshot.number, error=f"{WORKER_FILE}: {error}")
     blocks = () if block is None else (msgspec.structs.replace(block, file=file.name),)
     return Saved(snapshot.number, (file,), blocks, step)
-
-
-def write_file(store: Store, folder: str, name: str, state: object) -> SavedFile:
-    """Write nested state, with its tensors, as one file of a checkpoint."""
-    text, tensors = tree.split(state)
-    return write_tensors(store, folder, name, tensors, text)
-
-
-def write_tensors(store: Store, folder: str, name: str, tensors: Mapping[str, Tensor], text: str = "") -> SavedFile:
-    header, bodies = encoded(tensors, text)
-    path = f"{folder}/{name}"
-    store.write(path, [header, *bodies])
-    store.sync(path)
-    return SavedFile(name, len(header) + sum(map(len, bodies)), hash_of(header))

@@ -325,6 +325,8 @@ class WorkerNode(Node):
         if self.clock.now < self.paused_until:
             self.wake(partial(self._computed, wanted, started))
             return
+        if self.inbox and self.session.strategy.requires.local_steps:
+            self._take_all()  # as in a process: many batches may pass before it waits
         if self.over or not self.alive:
             return
         self.stats.computed_s += self.free_at() - started
