@@ -280,7 +280,7 @@ class FullBatchRun:
         if pending.refused() or not (self.stopping or pending.work_items):
             return None
         is_open = len(self.journal.entries) < self.number
-        step = self.batches - (self.last_batches if is_open else 0)
+        step = self.requested.batches - (self.requested.last_batches if is_open else 0)
         return CommandPosition(
             self.number, pending.at_version, is_open, step, msgspec.msgpack.encode(self.journal.entries)
         )

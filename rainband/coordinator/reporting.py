@@ -42,7 +42,7 @@ class Reporting:
             return balance_shared(self.sample_account())
         accounting = balance(self._plan_so_far(state.plan), state.reports(), state.reassigned)
         if state.full_batch is not None:
-            return balance_led(accounting, state.reports(), state.full_batch.batches)
+            return balance_led(accounting, state.reports(), state.full_batch.requested.batches)
         return accounting if state.has_data() else msgspec.structs.replace(accounting, batches=0, not_processed=0)
 
     def sample_account(self) -> SampleAccount:
@@ -83,7 +83,7 @@ class Reporting:
 
     def _batches_or_steps(self, plan: DataPlan) -> int:
         if self.state.full_batch is not None:
-            return self.state.full_batch.batches
+            return self.state.full_batch.requested.batches
         if self.state.shares_batches():
             return self.sample_account().rounds
         if self.state.has_data():
