@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from rainband.runtimes.training_loop.single_process import SingleProcessLoop
-from rainband.runtimes.training_loop.split.batches import ShuffledOrder
+from rainband.runtimes.training_loop.split.orders import PassNumbers, ShuffledOrder
 from tests.split_group import run_group
 
 torch.manual_seed(0)
@@ -46,8 +46,7 @@ class PlainBatches:
         return len(self.order)
 
     def __iter__(self) -> Iterator[Any]:
-        self.run.passes += 1
-        order = list(self.order.batches(self.run.passes - 1))
+        order = list(self.order.begin(self.run.passes.next(self.dataset)))
         return iter(DataLoader(self.dataset, batch_sampler=order, generator=torch.Generator(), **self.arguments))
 
 
@@ -58,7 +57,7 @@ class Plain:
     stopped = None
 
     def __init__(self, model: Any, optimizer: Any) -> None:
-        self.passes = 0
+        self.passes = PassNumbers()
         self.generator = torch.Generator().manual_seed(torch.initial_seed())
 
     def __enter__(self) -> Plain:

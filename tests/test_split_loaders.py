@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from rainband.rounds.exchange import Part
-from rainband.runtimes.training_loop.split.batches import PartLoader
+from rainband.runtimes.training_loop.split.parts import PartLoader
 
 
 def test_arguments_of_loader_processes_are_not_used_in_this_process() -> None:

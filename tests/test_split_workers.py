@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -22,8 +22,11 @@ from rainband.protocol.accounting import NOT_FINITE
 from rainband.rounds import average
 from rainband.rounds.exchange import Part
 from rainband.runtimes.training_loop.script_random import CommonRandom
-from rainband.runtimes.training_loop.split.batches import ShuffledOrder, SplitBatches, batch_length, part_of
+from rainband.runtimes.training_loop.split.batches import SplitBatches
 from rainband.runtimes.training_loop.split.loop import SplitLoop
+from rainband.runtimes.training_loop.split.orders import Order, PassId, ShuffledOrder
+from rainband.runtimes.training_loop.split.parts import batch_length, part_of
+from rainband.runtimes.training_loop.split.passes import Pass
 from tests.split_group import Group, run_group
 from tests.test_split_batches import DATA, Join, Plain, Script, backward, net, train
 
@@ -153,14 +156,19 @@ class OneOfTwo:
         self.alone_from = alone_from
         self.batch = -1
 
-    def begin_pass(self, length: int, data: object = None) -> int:
-        return 0
+    def begin(self, dataset: Any, length: int, data: object, trains: bool) -> Pass:
+        return Pass(PassId(0, 0), length, None, trains)
 
-    def begin_round(self, number: int) -> int | None:
+    def order(self, one: Pass, order: Order) -> Iterator[Any]:
+        return order.begin(one.name)
+
+    def draw(self, one: Pass) -> int | None:
         self.batch += 1
         return self.batch
 
-    def cut(self, batch: Sequence[int] | None) -> Part:
+    def end(self, one: Pass) -> None: ...
+
+    def cut(self, one: Pass, batch: Sequence[int] | None, lengths: Sequence[int] = ()) -> Part:
         if not batch:
             return Part((), is_over=True)
         first = 0 if self.batch >= self.alone_from else len(batch) // 2

@@ -137,12 +137,13 @@ class SharedLoaders:
         if skipped := getattr(loader, "skip_batches", 0):
             whole = _Rest(whole, skipped)
         parts = self.run.loader(whole, self.batches_ahead)
+        parts.trains = True
         count = _length(parts)
-        for number, batch in enumerate(parts):
+        for number, batch in enumerate(parts, 1):
             set_main_process(self.run.is_first)
             self.drawn["parts"] += 1
-            done = self.run.where.batch if self.batches_ahead == 1 else number
-            loader.end_of_dataloader = done + 1 == count
+            done = parts.reading.position if self.batches_ahead == 1 else number
+            loader.end_of_dataloader = done == count
             yield _on_device(loader, batch)
         loader.end_of_dataloader = True
         loader.iteration += 1

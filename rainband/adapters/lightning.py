@@ -125,6 +125,7 @@ class SharedLoader:
         self.run = run
         self.loader = loader
         self.parts = run.loader(loader)
+        self.parts.trains = True
         if is_begun and isinstance(self.parts, SplitBatches):
             self.parts.continue_iteration()
 

@@ -76,3 +76,25 @@ def each_twice(samples: Sequence[int], lengths: Sequence[int]) -> list[int]:
         found += 2 * list(samples[at : at + length])
         at += length
     return found
+
+
+def cut_beside(samples: Sequence[int], sizes: Sequence[int], mine: int, is_sum: bool = False) -> Sequence[int]:
+    """Return member `mine`'s part of another batch of a round, whose own batch is cut into parts of these sizes.
+
+    The mean over the members, weighted by these sizes, must be that over both batches: so both are cut in the same
+    proportions. If that is not possible, every member has all samples, which is right unless the loss is a sum.
+    """
+    total, length = sum(sizes), len(samples)
+    if not sizes[mine]:
+        return samples[:MIN_SAMPLES]  # of no weight
+    parts = [length * size // total for size in sizes]
+    whole = [part * total == length * size for part, size in zip(parts, sizes, strict=True)]
+    if all(whole) and min(part for part, size in zip(parts, sizes, strict=True) if size) >= MIN_SAMPLES:
+        first = sum(parts[:mine])
+        return samples[first : first + parts[mine]]
+    if is_sum and sum(size > 0 for size in sizes) > 1:
+        raise ValueError(
+            f"a batch of {length} samples that is read together with one of {total} cannot be cut in the same "
+            f"proportions ({', '.join(map(str, sizes))}), as a loss that is a sum needs: use a loss that is a mean."
+        )
+    return samples

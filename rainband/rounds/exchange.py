@@ -117,6 +117,12 @@ class Exchange(Protocol):
         With `lengths`, it is several batches in one, and the part has a piece of each: `weight` is that of all.
         """
 
+    def cut_beside(self, batch: Sequence[int], is_sum: bool = False) -> Sequence[int]:
+        """Return this member's part of another batch that the loop has drawn in this round.
+
+        It has the proportions of the round's batch; if it cannot be cut so, it is the whole batch for all members.
+        """
+
     def mean(
         self,
         tensors: list[Tensor | None],

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rainband.protocol.accounting import SkipReasons
 from rainband.rounds.board import Board
+from rainband.rounds.cut import cut_beside, each_twice
 from rainband.rounds.exchange import Outcome, Part, RoundId, StateHolder
 from rainband.rounds.member import RoundMember, Waiting
 from rainband.rounds.view import RoundView
@@ -77,6 +78,14 @@ class RoundExchange:
 
     def cut(self, batch: Sequence[int] | None, lengths: Sequence[int] = ()) -> Part:
         return self.member.cut(batch, lengths)
+
+    def cut_beside(self, batch: Sequence[int], is_sum: bool = False) -> Sequence[int]:
+        member, view = self.member, self.member.view
+        ranks = [one.rank for one in view.members]
+        if self.rank not in ranks:
+            return batch
+        part = cut_beside(batch, view.sizes(len(member.samples)), ranks.index(self.rank), is_sum)
+        return each_twice(batch, ()) if member.part.trial == "doubled" else part
 
     def mean(
         self,

@@ -11,7 +11,6 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader, IterableDataset
 
-from rainband.protocol.data_plan import DataPlan
 from rainband.protocol.messages import Dataset
 from rainband.strategy import Batch
 from rainband.tasks.task import DatasetData, fingerprint
@@ -125,21 +124,6 @@ class LoopBatches:
         self.wait(None)
         stats.waiting = False
         stats.waited(time.monotonic() - started)
-
-
-class InOrderBatches:
-    """All batches of one pass, for a script in a single process."""
-
-    def __init__(self, plan: DataPlan, passes: int) -> None:
-        self.plan = plan
-        self.passes = passes  # before this one
-
-    def __iter__(self) -> Iterator[Indices]:
-        sampler = Sampler(self.plan)
-        first = self.passes * self.plan.portions_per_epoch
-        for portion in range(first, first + self.plan.portions_per_epoch):
-            for k in range(self.plan.batches_in(portion)):
-                yield sampler.indices(Batch(portion, k, 1)).tolist()
 
 
 class LikelyBatches:

@@ -52,6 +52,20 @@ class CommonRandom:
             self.current = _state()
             _set_state(outside)
 
+    def state(self, generator: torch.Generator | None = None) -> RandomState:
+        """Return the common numbers' state, and that of a generator of a loader."""
+        common = _state() if self.alone else self.current
+        return {"common": common, "loader": None if generator is None else generator.get_state()}
+
+    def put(self, state: RandomState, generator: torch.Generator | None = None) -> None:
+        """Continue with a state that `state` returned, also on another worker."""
+        if self.alone:
+            _set_state(state["common"])
+        else:
+            self.current = state["common"]
+        if generator is not None and state["loader"] is not None:
+            generator.set_state(state["loader"])
+
 
 def _state() -> RandomState:
     """Return the state of all generators, as lists, numbers and tensors."""

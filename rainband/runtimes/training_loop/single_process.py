@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from rainband.protocol.data_plan import MAX_PORTION_BATCHES, DataPlan
-from rainband.runtimes.training_loop.batches import InOrderBatches, described, loader
+from rainband.runtimes.training_loop.batches import described, loader
 from rainband.runtimes.training_loop.passes import Passes
-
-OPEN_ENDED = 1 << 20
+from rainband.runtimes.training_loop.split.orders import OneOrder, PassNumbers, ShuffledOrder
 
 
 # size: it has all methods of the loops that it stands for
@@ -27,10 +25,9 @@ class SingleProcessLoop:
 
     def __init__(self) -> None:
         self.num_epochs = 0
-        self.passes = 0
+        self.passes = PassNumbers()
         self.batches_done = 0
         self.batches_per_pass = 0  # of the current one; 0: the loop has its own data loader
-        self.plan: DataPlan | None = None
         self.stopped: str | None = None  # the reason given to run.stop(...)
         self.generator = torch.Generator().manual_seed(torch.initial_seed() % (1 << 63))
 
@@ -58,39 +55,23 @@ class SingleProcessLoop:
                 given = {**given, "batch_size": batch_size}
             ordered: DataLoader[Any] = DataLoader(dataset, **given)
             return Passes(lambda: self._one_pass(ordered, len(ordered)), dataset, batch_size, len(ordered))
-        plan = self._plan(dataset, batch_size, loader_arguments)
+        data = described(dataset, batch_size, self.num_epochs, loader_arguments)
+        order = ShuffledOrder(data.num_samples, batch_size, 0, data.drop_last)
 
         def begin() -> Iterator[Any]:
-            order = InOrderBatches(plan, self.passes)
-            self.passes += 1
-            return self._one_pass(loader(dataset, order, loader_arguments), plan.batches_per_epoch)
+            one = OneOrder(order, self.passes.next(dataset))
+            return self._one_pass(loader(dataset, one, loader_arguments), len(order))
 
-        return Passes(begin, dataset, batch_size, plan.batches_per_epoch)
-
-    def _plan(self, dataset: Any, batch_size: int, arguments: dict[str, Any]) -> DataPlan:
-        plan = self.plan
-        asked = len(dataset) if hasattr(dataset, "__len__") else 0, batch_size, bool(arguments.get("drop_last"))
-        if plan is not None and asked == (plan.num_samples, plan.batch_size, plan.drop_last):
-            return plan
-        data = described(dataset, batch_size, self.num_epochs, arguments)
-        self.plan = DataPlan(
-            fingerprint=data.fingerprint,
-            layout="",
-            num_samples=data.num_samples,
-            batch_size=batch_size,
-            drop_last=data.drop_last,
-            epochs=self.num_epochs or OPEN_ENDED,
-            seed=0,
-            portion_batches=MAX_PORTION_BATCHES,
-        )
-        return self.plan
+        return Passes(begin, dataset, batch_size, len(order))
 
     def _one_pass(self, batches: Any, number: int) -> Iterator[Any]:
-        self.batches_per_pass = number
+        counts = torch.is_grad_enabled()  # for training
+        if counts:
+            self.batches_per_pass = number
         self._check_stop()
         for samples in batches:
             yield samples
-            self.batches_done += 1
+            self.batches_done += counts
             self._check_stop()
 
     def stop(self, reason: str = "stopped by the loop") -> None:

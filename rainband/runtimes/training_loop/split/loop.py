@@ -10,7 +10,6 @@ then steps on every worker, so that all parameters stay equal.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -20,21 +19,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from rainband.rounds.exchange import Exchange, Part, RoundId
+from rainband.rounds.exchange import Exchange
 from rainband.runtimes.processes.worker_link import WorkerLink
 from rainband.runtimes.training_loop.loop import is_normal_exit
-from rainband.runtimes.training_loop.script_random import CommonRandom, seed_by_rank
+from rainband.runtimes.training_loop.script_random import seed_by_rank
 from rainband.runtimes.training_loop.split.batches import (
-    Indices,
-    PassData,
     SplitBatches,
     StreamBatches,
-    batch_length,
     batches_of,
     batches_of_dataset,
-    part_of,
 )
 from rainband.runtimes.training_loop.split.gradients import GradientExchange
+from rainband.runtimes.training_loop.split.parts import batch_length, part_of
+from rainband.runtimes.training_loop.split.passes import OpenPasses
 from rainband.runtimes.training_loop.split.session import LoopSession
 from rainband.runtimes.training_loop.split.state import HasState, LoopState
 from rainband.runtimes.training_loop.split.tensors import SharedTensors, refuse_wrapped
@@ -62,24 +59,19 @@ class SplitLoop:
         self.session = session  # None: there is no coordinator
         self.num_workers = num_workers
         self.seed = seed
-        self.random = CommonRandom(alone=num_workers == 1)
         self.generator = torch.Generator().manual_seed(torch.initial_seed() % (1 << 63))
         tensors = SharedTensors(self.model, self.optimizers)
         self.state = LoopState(tensors, self.optimizers, self.generator)
         self.exchange = make_exchange(self.state, tensors.examples())
         self.rank = self.exchange.rank
         self.gradients = GradientExchange(self.exchange, self.state, num_workers, session)
-        self.passes = 0  # begun
-        self.num_epochs = 0  # 0: not known
-        self.rounds_per_pass = 0
-        self.where = RoundId(0, 0)
-        self.described: tuple[Any, ...] | None = None  # the data that the coordinator knows
+        self.passes = OpenPasses(self.exchange, self.gradients, self.state, num_workers, session)
 
     def __enter__(self) -> SplitLoop:
         if self.session is not None:
             self.session.join(self.state.tensors)
             self.session.restore()
-        self.gradients.ensure_round()  # all workers begin with the state of the first one
+        self.passes.where = self.exchange.begin(0)  # all workers begin with the state of the first one
         seed_by_rank(self.rank)
         self.gradients.attach()
         return self
@@ -109,7 +101,7 @@ class SplitLoop:
         Other arguments are those of a DataLoader. The order of the samples is the same with any number of workers.
         """
         return batches_of_dataset(
-            self, dataset, batch_size, self.seed, shuffle=shuffle, drop_last=drop_last, arguments=arguments
+            self.passes, dataset, batch_size, self.seed, shuffle=shuffle, drop_last=drop_last, arguments=arguments
         )
 
     def loader(self, loader: Any, batches_ahead: int = 1) -> SplitBatches | StreamBatches:
@@ -119,7 +111,7 @@ class SplitLoop:
         a stream (an IterableDataset, or any other iterable) every worker reads all batches, and keeps its parts.
         A loop that draws several batches before their backward passes says how many: `batches_ahead`.
         """
-        return batches_of(self, loader, batches_ahead)
+        return batches_of(self.passes, loader, batches_ahead)
 
     def part(self, batch: Any) -> Any:
         """Return this worker's part of a batch that every worker has drawn alike, with run.generator.
@@ -128,11 +120,10 @@ class SplitLoop:
         """
         if not torch.is_grad_enabled():
             return batch
-        if not self.passes:
-            self.begin_pass(0)
-        self.begin_round(0)
-        self.state.generator_state = self.generator.get_state()
-        return part_of(batch, self.cut(range(batch_length(batch))).samples)
+        one = self.passes.draw_own()
+        if one.kind == "rounds":
+            self.state.generator_state = self.generator.get_state()
+        return part_of(batch, self.passes.cut(one, range(batch_length(batch))).samples)
 
     def eval_batches(self, dataset: Any, batch_size: int = 1, **arguments: Any) -> DataLoader[Any]:
         """Return a DataLoader of this worker's share of a dataset, in order: evaluate it and take run.mean(...)."""
@@ -145,57 +136,8 @@ class SplitLoop:
         """Iterate over this many passes over the data: `for epoch in run.epochs(10):`."""
         if number < 1:
             raise ValueError(f"run.epochs({number}) must be 1 or more.")
-        self.num_epochs = number
+        self.passes.num_epochs = number
         return (epoch for epoch in range(number) if self.stopped is None)
-
-    # ---- rounds: what loaders call ----
-
-    def begin_pass(self, length: int, data: PassData | None = None) -> int:
-        """Return the number of the pass over the data that begins; it has this many batches, 0 if not known."""
-        self.gradients.uses_loaders = True
-        if self.session is not None:
-            self.session.counts_samples = True
-            if data is not None and data.key != self.described:
-                self.described = data.key
-                self.session.describe(data.described(self.num_epochs, self.num_workers))
-        self.rounds_per_pass = length
-        self.passes += 1
-        return self.passes - 1
-
-    def begin_round(self, number: int) -> int | None:
-        """Begin the next round of a pass, and return the number of its batch; None if the pass is over."""
-        self.gradients.uses_loaders = True
-        if self.session is not None:
-            self.session.leave_if_asked()
-        self.where = self.exchange.begin(number)
-        if self.session is not None:
-            if self.state.stopped is not None:
-                self.session.note_end()
-            self.session.at_boundary()
-        self.gradients.check_stop()
-        self._measure()
-        self.gradients.begin_round(number)
-        if self.where.epoch == number:
-            self.state.end_catching_up()
-            return self.where.batch
-        for optimizer in self.optimizers:  # schedulers catch up with passes that were over before this worker joined
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # else they warn that no step came before
-        return None
-
-    def _measure(self) -> None:
-        """After the first rounds, tell how much faster than one process this is."""
-        gradients = self.gradients
-        if self.session is None or gradients.trial.is_over:
-            return
-        sentence = gradients.trial.round_begins(gradients.part, self.session.stats.waited_s, self.num_workers)
-        if sentence and self.exchange.is_first:
-            print(sentence, file=sys.stderr)
-
-    def cut(self, batch: Indices | None, lengths: Sequence[int] = ()) -> Part:
-        """Return this worker's part of the round's batch, or batches of these lengths."""
-        part = self.exchange.cut(batch, lengths)
-        self.gradients.set_part(part)
-        return part
 
     # ---- gradients ----
 
@@ -258,10 +200,12 @@ class SplitLoop:
     @property
     def progress(self) -> float:
         """Return the fraction of the run that is done, from 0 to 1: for learning-rate schedules."""
-        if not self.num_epochs:
+        passes = self.passes
+        if not passes.num_epochs:
             raise ValueError("run.progress needs the number of epochs: write `for epoch in run.epochs(10):`.")
-        done = self.where.epoch + self.where.batch / max(1, self.rounds_per_pass)
-        return min(1.0, done / self.num_epochs)
+        length = passes.current.length if passes.current is not None else 0
+        done = passes.where.epoch + passes.where.batch / max(1, length)
+        return min(1.0, done / passes.num_epochs)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

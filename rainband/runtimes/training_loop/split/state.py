@@ -26,6 +26,14 @@ class HasState(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> object: ...
 
 
+class ReadsPasses(Protocol):
+    """The open passes over the data: how far each of them was read."""
+
+    def collect(self) -> Any: ...
+
+    def apply(self, state: Any) -> None: ...
+
+
 class LoopState:
     """The state of one worker: parameters, gradients, buffers, optimizers, registered objects."""
 
@@ -39,6 +47,7 @@ class LoopState:
         self.begun = False  # the loop has come to its first batch, through passes that were over before it joined
         self.generator_state = generator.get_state()  # before the current batch was drawn
         self.received: Any = None
+        self.passes: ReadsPasses | None = None  # what the loop's loaders have read
 
     def register(self, objects: Sequence[HasState]) -> None:
         """Add objects to the state; raise ValueError for one without a state."""
@@ -62,6 +71,7 @@ class LoopState:
             "optimizers": [marked(optimizer.state_dict()) for optimizer in self.optimizers],
             "registered": self._collect_registered(),
             "generator": self.generator_state,
+            "passes": None if self.passes is None else self.passes.collect(),
             "stopped": self.stopped,
             "is_sum": self.is_sum,
         }
@@ -93,6 +103,8 @@ class LoopState:
             self.received = state
             self.generator.set_state(state["generator"])
         self.stopped, self.is_sum = state["stopped"], state["is_sum"]
+        if self.passes is not None:
+            self.passes.apply(state["passes"])
         for buffer in tensors.buffers:
             buffer.keep()
         tensors.note_exchange()
