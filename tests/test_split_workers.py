@@ -24,7 +24,7 @@ from rainband.rounds.exchange import Part
 from rainband.runtimes.training_loop.script_random import CommonRandom
 from rainband.runtimes.training_loop.split.batches import SplitBatches
 from rainband.runtimes.training_loop.split.loop import SplitLoop
-from rainband.runtimes.training_loop.split.orders import Order, PassId, ShuffledOrder
+from rainband.runtimes.training_loop.split.orders import BatchOrder, PassId, ShuffledOrder
 from rainband.runtimes.training_loop.split.parts import batch_length, part_of
 from rainband.runtimes.training_loop.split.passes import Pass
 from tests.split_group import Group, run_group
@@ -159,7 +159,7 @@ class OneOfTwo:
     def begin(self, dataset: Any, length: int, data: object, trains: bool) -> Pass:
         return Pass(PassId(0, 0), length, None, trains)
 
-    def order(self, one: Pass, order: Order) -> Iterator[Any]:
+    def order(self, one: Pass, order: BatchOrder) -> Iterator[Any]:
         return order.begin(one.name)
 
     def draw(self, one: Pass) -> int | None:

@@ -13,7 +13,7 @@ from rainband.rounds.cut import MIN_SAMPLES
 from rainband.rounds.exchange import Part
 from rainband.runtimes.training_loop.of_shared_batches import arguments_of
 from rainband.runtimes.training_loop.script_random import CommonRandom
-from rainband.runtimes.training_loop.split.orders import Order, SamplerOrder, ShuffledOrder, StreamOrder
+from rainband.runtimes.training_loop.split.orders import BatchOrder, SamplerOrder, ShuffledOrder, StreamOrder
 from rainband.runtimes.training_loop.split.parts import Indices, PartLoader, batch_length, part_of
 from rainband.runtimes.training_loop.split.passes import Pass, PassData
 
@@ -26,7 +26,7 @@ class Rounds(Protocol):
     def begin(self, dataset: Any, length: int, data: PassData | None, trains: bool) -> Pass:
         """Return the pass that begins; it makes this many rounds, 0 if not known."""
 
-    def order(self, one: Pass, order: Order) -> Iterator[Any]:
+    def order(self, one: Pass, order: BatchOrder) -> Iterator[Any]:
         """Return the batches of a pass, in the order that the other workers have."""
 
     def draw(self, one: Pass) -> int | None:
@@ -45,7 +45,9 @@ class LoaderStandIn:
     trains = False  # True: never for validation, also if the model is in evaluation mode
     batches_ahead = 1  # that the loop draws before their backward passes: they share a round
 
-    def __init__(self, rounds: Rounds, dataset: Any, order: Order, batch_size: int | None, loader: Any = None) -> None:
+    def __init__(
+        self, rounds: Rounds, dataset: Any, order: BatchOrder, batch_size: int | None, loader: Any = None
+    ) -> None:
         self.rounds = rounds
         self.dataset = dataset
         self.order = order
@@ -170,7 +172,7 @@ class StreamBatches(LoaderStandIn):
             self.rounds.end(one)
 
 
-def _length(order: Order) -> int:
+def _length(order: BatchOrder) -> int:
     """Return the number of batches of a pass, 0 if it is not known."""
     try:
         return len(order)

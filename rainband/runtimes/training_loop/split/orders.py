@@ -50,7 +50,7 @@ class PassNumbers:
         return PassId(number, self.passes[number] - 1)
 
 
-class Order(Protocol):
+class BatchOrder(Protocol):
     """The batches of passes, equal on all workers: lists of sample numbers, or what a stream has."""
 
     @property

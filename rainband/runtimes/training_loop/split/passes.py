@@ -26,7 +26,7 @@ from rainband.rounds.exchange import Exchange, Part, RoundId
 from rainband.runtimes.training_loop.batches import fingerprint_of
 from rainband.runtimes.training_loop.script_random import CommonRandom
 from rainband.runtimes.training_loop.split.gradients import GradientExchange
-from rainband.runtimes.training_loop.split.orders import Order, PassId, PassNumbers
+from rainband.runtimes.training_loop.split.orders import BatchOrder, PassId, PassNumbers
 from rainband.runtimes.training_loop.split.session import LoopSession
 from rainband.runtimes.training_loop.split.state import LoopState
 
@@ -115,7 +115,7 @@ class OpenPasses:
         """Return the pass that begins."""
         return Pass(self.numbers.next(dataset), length, data, trains)
 
-    def order(self, one: Pass, order: Order) -> Iterator[Any]:
+    def order(self, one: Pass, order: BatchOrder) -> Iterator[Any]:
         """Return the batches of a pass, in the order that the other workers have."""
         there = self.received.pop(one.name, None)
         now = self.random.state()
