@@ -47,7 +47,10 @@ class Requirements:
     batches_per_item: int = 1  # batches of one work item, whose gradients are summed into one push
     warm_start_batches: int = 0  # one worker trains these alone before the others start
     coordinated: bool = False  # coordinate() runs on the coordinator, and decides how often the data is used
-    shared_memory: bool = False  # all workers write to one copy of the parameters, on one machine
+    shared_memory: bool = False  # workers write to parameters that all of them see, on one machine
+    in_pairs: bool = (
+        False  # each worker has a model in that memory, and averages it with another's (`params.average_with`)
+    )
     split_batches: bool = False  # workers share each batch (`worker.parts`, `worker.mean`)
     algorithm: str = ""  # of the all-reduce by which workers that share batches average; empty: each reads all others
     local_steps: bool = False  # workers train models of their own, and average them in rounds (`worker.models`)
@@ -75,6 +78,8 @@ class Requirements:
 
     def checkpoint_obstacle(self, workers_per_replica: int = 1) -> str:
         """Return why a run cannot be continued from a checkpoint; empty: it can."""
+        if self.in_pairs:
+            return "its workers never pause together, so no state of it is of one moment"
         if self.shared_memory:
             return "its workers write to one memory without locks, so no state of it is of one moment"
         if workers_per_replica > 1:
@@ -218,7 +223,10 @@ class Worker(Protocol):
         """Return the rounds in which workers exchange their models; only with `local_steps`."""
 
     def gradient(self, batch: Batch | BatchPart) -> Awaitable[Gradient]:
-        """Compute the gradient of the mean loss of a batch, or of a part of it, at `params`."""
+        """Compute the gradient of the mean loss of a batch, or of a part of it, at `params`.
+
+        With `in_pairs`, `params` first becomes a copy of this worker's model, which others may have changed.
+        """
 
     def optimizer(self, spec: OptimizerSpec, schedule: Schedule, counts: bool = True) -> LocalOptimizer:
         """Return an optimizer that steps this worker's `params`; in a custom loop, the user's own.
@@ -244,6 +252,13 @@ class Parameters(Protocol):
 
     def replace(self, vector: ModelVector) -> None:
         """Set this worker's parameters."""
+
+    def average_with(self, partner: int, step: ModelVector, gradient: Gradient) -> Awaitable[None]:
+        """Replace the models of this worker and its partner by their mean, then add a step to this worker's.
+
+        Nobody sees the two models in between. The step counts the gradient's batch. A partner that is this worker
+        itself is no partner: the step alone is added. Only with `in_pairs`.
+        """
 
 
 class LocalOptimizer(Protocol):

@@ -84,7 +84,7 @@ def write(memory: SharedParameters, worker: int, batch: Batch, missed: int = 0) 
 def test_parameters_and_tables_lie_beside_each_other_on_lines_of_their_own() -> None:
     offsets = offsets_of(BLOCKS, PLAN, WORKERS)
     own, staleness, fences, done, skipped = offsets[:5]
-    ((dtype, numel, vector),) = offsets.vectors
+    (((dtype, numel, vector),),) = offsets.models
 
     assert (own, staleness - own) == (64, 3 * 64)
     assert fences - staleness >= 3 * (STALEST + 1) * 8

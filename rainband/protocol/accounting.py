@@ -96,6 +96,7 @@ class BatchAccounting(msgspec.Struct, frozen=True):
         0  # pushes without a name, or writes in place, that are only partly in: their sender ended in between
     )
     lock_free: bool = False  # steps were added to one memory without locks: if some overwrote others is not known
+    in_pairs: bool = False  # steps were added to models in shared memory, each under its lock
     samples: SampleAccount | None = None  # where workers share each batch; then batches are not counted
     buffered: int = 0  # accepted by a block, and still kept there by its update rule; the worst block
 
@@ -107,9 +108,9 @@ class BatchAccounting(msgspec.Struct, frozen=True):
     def broken(self) -> str:
         """Return an error message if the accounting of a run that is over does not balance, otherwise "".
 
-        Without locks it need not balance: a worker may write an update while its lease is revoked.
+        In shared memory it need not balance: a worker may write an update while its lease is revoked.
         """
-        if self.lock_free:
+        if self.lock_free or self.in_pairs:
             return ""
         if self.lost:
             return f"{self.lost} of {self.batches} batches were accepted, but neither applied nor skipped. {DROP_RULES}"
@@ -213,6 +214,7 @@ def balance(plan: DataPlan, reports: Iterable[Report], reassigned: int) -> Batch
         untracked_pushes=min(untracked_pushes),
         partially_applied=max(untracked_pushes) - min(untracked_pushes) + sum(r.cut_short for r in reports),
         lock_free=any(r.lock_free for r in reports),
+        in_pairs=any(r.in_pairs for r in reports),
         buffered=max((tally.buffered for tally in blocks), default=0),
     )
 

@@ -398,6 +398,7 @@ class Report(Message, frozen=True, tag=73):
     bound: int | None = None  # the current one
     gradients_per_update: int | None = None  # gradients averaged into an update now; none: not a fixed number
     lock_free: bool = False  # workers add in place: lost updates cannot be counted
+    in_pairs: bool = False  # they add to models of their own, under locks
     cut_short: int = 0  # updates that a worker was writing when it was lost
 
 

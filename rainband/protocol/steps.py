@@ -19,6 +19,7 @@ class Work:
     """Work is a computation that the runtime performs, or whose duration it plans."""
 
     share = 1.0  # of the time that a gradient of the whole model takes
+    exchanged_bytes = 0  # with one other worker meanwhile, in each direction
     label = ""  # in the picture of a run: F3 and B3, a forward and a backward of microbatch 3
 
     def perform(self) -> None:

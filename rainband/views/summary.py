@@ -82,7 +82,8 @@ def accounting(counts: Mapping[str, Any], has_lost_nodes: bool = True) -> list[s
     """Return the batch accounting in words: applied, skipped, lost, applied twice, not processed."""
     if not counts:
         return []
-    lines = _lock_free(counts) if counts.get("lock_free") else [_tracked(counts)]
+    in_place = counts.get("lock_free") or counts.get("in_pairs")
+    lines = _in_place(counts) if in_place else [_tracked(counts)]
     untracked, partially = counts.get("untracked_pushes"), counts.get("partially_applied")
     if untracked and not counts["batches"]:  # a custom training loop with its own data loader
         lines = []
@@ -139,15 +140,15 @@ def _tracked(counts: Mapping[str, Any]) -> str:
     return f"{applied}, {whole(counts['lost'])} lost, {whole(counts['applied_twice'])} applied twice"
 
 
-def _lock_free(counts: Mapping[str, Any]) -> list[str]:
-    """Return the counts of hogwild, whose workers update shared parameters in place."""
+def _in_place(counts: Mapping[str, Any]) -> list[str]:
+    """Return the counts of runs whose workers update parameters in memory that they share."""
     applied = f"{whole(counts['applied'])} of {whole(counts['batches'])} applied"
     partially = counts.get("partially_applied")
     partly = f", {whole(partially)} partially applied, because their worker was lost" if partially else ""
-    return [
-        f"{applied}, {whole(counts['applied_twice'])} applied twice{partly}",
-        "hogwild takes no locks, so updates that overwrote each other cannot be counted",
-    ]
+    lines = [f"{applied}, {whole(counts['applied_twice'])} applied twice{partly}"]
+    if counts.get("lock_free"):
+        lines.append("hogwild takes no locks, so updates that overwrote each other cannot be counted")
+    return lines
 
 
 def staleness(measured: Mapping[str, Any], bound: str = "") -> str:

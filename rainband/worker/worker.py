@@ -97,6 +97,9 @@ class WorkerParameters:
         for parameter, tensor in zip(self.flat.parameters, vector.tensors, strict=True):
             parameter.copy_(tensor)
 
+    async def average_with(self, partner: int, step: ModelVector, gradient: Gradient) -> None:
+        raise ValueError("models are averaged in pairs by a strategy whose `requires` declares in_pairs=True.")
+
 
 class ModuleWorker:
     """A worker that trains a module on a task."""
@@ -295,7 +298,8 @@ def _numeric_buffers(module: nn.Module) -> list[torch.Tensor]:
 def check_optimizer(task: Task, strategy: Strategy) -> None:
     """Raise ValueError if the task has an optimizer of its own, and the strategy does not let workers use it."""
     requires = strategy.requires
-    if own_optimizer(task) is not None and (requires.optimizer != "workers" or requires.shared_memory):
+    in_place = requires.shared_memory and not requires.in_pairs
+    if own_optimizer(task) is not None and (requires.optimizer != "workers" or in_place):
         raise ValueError(
             f"the task has its own optimizer, and {type(strategy).__name__} makes updates in another way: use sync or "
             "single, where workers step with it, or omit the task's optimizer."

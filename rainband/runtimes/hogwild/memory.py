@@ -1,6 +1,7 @@
 """The memory that all workers of a machine share: the parameters, and small tables of what has been done.
 
-Nothing in it is locked. Every worker writes the parameters. Every word of the tables has one writer at a time, so no
+The parameters are one model that every worker writes (hogwild), or one model for each worker (pairs.py). Nothing in
+this file is locked. Every word of the tables has one writer at a time, so no
 write is lost:
 
     by a worker               the number of its updates, the batch that it is writing, how stale its gradients were
@@ -27,7 +28,7 @@ from rainband.strategy import Batch
 LINE_BYTES = 64
 WORD_BYTES = 8
 OWN_WORDS = LINE_BYTES // WORD_BYTES  # of a worker; a cache line, so that workers do not slow each other down
-UPDATES, WRITING, REFUSED = range(3)  # offsets in it
+UPDATES, WRITING, REFUSED, MEETINGS = range(4)  # offsets in it
 STALEST = 1024  # greater staleness is counted with this
 
 
@@ -39,38 +40,47 @@ class MemoryOffsets(NamedTuple):
     fences: int
     done: int
     skipped: int
-    vectors: tuple[tuple[str, int, int], ...]  # dtype, elements, offset
+    models: tuple[tuple[tuple[str, int, int], ...], ...]  # of each model, its vectors: dtype, elements, offset
     num_bytes: int
 
 
-def offsets_of(blocks: Sequence[BlockSpec], plan: DataPlan, num_workers: int) -> MemoryOffsets:
+def offsets_of(blocks: Sequence[BlockSpec], plan: DataPlan, num_workers: int, num_models: int = 1) -> MemoryOffsets:
     """Return the offsets, which depend on the plan only."""
     sizes = (LINE_BYTES, num_workers * LINE_BYTES, num_workers * (STALEST + 1) * WORD_BYTES)
     starts = [0]
     for size in (*sizes, *3 * (plan.num_portions * WORD_BYTES,)):
         starts.append(starts[-1] + -(-size // LINE_BYTES) * LINE_BYTES)
     _, own, staleness, fences, done, skipped, at = starts
-    vectors = []
-    for number in sorted({block.vector for block in blocks}):
-        mine = [block for block in blocks if block.vector == number]
-        dtype, numel = mine[0].dtype, max(block.stop for block in mine)
-        vectors.append((dtype, numel, at))
-        at += -(-numel * ITEM_BYTES[dtype] // LINE_BYTES) * LINE_BYTES
-    return MemoryOffsets(own, staleness, fences, done, skipped, tuple(vectors), at)
+    models = []
+    for _ in range(num_models):
+        vectors = []
+        for number in sorted({block.vector for block in blocks}):
+            mine = [block for block in blocks if block.vector == number]
+            dtype, numel = mine[0].dtype, max(block.stop for block in mine)
+            vectors.append((dtype, numel, at))
+            at += -(-numel * ITEM_BYTES[dtype] // LINE_BYTES) * LINE_BYTES
+        models.append(tuple(vectors))
+    return MemoryOffsets(own, staleness, fences, done, skipped, tuple(models), at)
 
 
 class SharedParameters:
     """The shared memory, for workers and the hogwild server."""
 
-    def __init__(self, buffer: Any, blocks: Sequence[BlockSpec], plan: DataPlan, num_workers: int) -> None:
+    def __init__(
+        self, buffer: Any, blocks: Sequence[BlockSpec], plan: DataPlan, num_workers: int, num_models: int = 1
+    ) -> None:
         """`buffer` is writable, and has `offsets_of(...).num_bytes` bytes."""
         self.plan = plan
         self.num_workers = num_workers
-        offsets = offsets_of(blocks, plan, num_workers)
-        self.vectors: list[Tensor] = [
-            torch.frombuffer(buffer, dtype=getattr(torch, dtype), count=numel, offset=at)
-            for dtype, numel, at in offsets.vectors
+        offsets = offsets_of(blocks, plan, num_workers, num_models)
+        self.models: list[list[Tensor]] = [
+            [
+                torch.frombuffer(buffer, dtype=getattr(torch, dtype), count=numel, offset=at)
+                for dtype, numel, at in vectors
+            ]
+            for vectors in offsets.models
         ]
+        self.vectors = self.models[0]
         self._all = memoryview(buffer)
         self._factor = self._all[:WORD_BYTES].cast("d")
         self._own = self._words(offsets.own, num_workers * OWN_WORDS)
@@ -118,6 +128,19 @@ class SharedParameters:
 
     def is_complete(self, portion: int) -> bool:
         return self.accepted_set(portion) == self.plan.full(portion)
+
+    def met(self, worker: int) -> None:
+        """Note that another worker has averaged its model with that of this worker, whose lock it holds."""
+        self._own[worker * OWN_WORDS + MEETINGS] += 1
+
+    def meetings(self, worker: int) -> int:
+        return self._own[worker * OWN_WORDS + MEETINGS]
+
+    def mean(self) -> list[Tensor]:
+        """Return the mean of all models."""
+        if len(self.models) == 1:
+            return self.vectors
+        return [torch.stack(same).mean(0) for same in zip(*self.models, strict=True)]
 
     # ---- for the hogwild server ------------------------------------------------------------------------------------
 

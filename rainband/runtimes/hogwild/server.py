@@ -1,4 +1,4 @@
-"""The server of a hogwild run: answers the coordinator from the tables in shared memory.
+"""The server of a run whose parameters are in shared memory: answers the coordinator from the tables there.
 
 No gradients arrive here, because workers update the parameters in place. It is a state machine like other servers,
 and runs beside the coordinator.
@@ -27,9 +27,10 @@ FROM_WORKERS = (messages.ReportRequest, messages.BlockReady)  # over their conne
 class HogwildServer:
     """Makes the shared memory when its size is known, and reports what its tables say."""
 
-    def __init__(self, make_room: Callable[[int], Any]) -> None:
-        """`make_room(num_bytes)` returns writable memory that is zero."""
+    def __init__(self, make_room: Callable[[int], Any], in_pairs: bool = False) -> None:
+        """`make_room(num_bytes)` returns writable memory that is zero. `in_pairs`: each worker has its own model."""
         self.make_room = make_room
+        self.in_pairs = in_pairs
         self.memory: SharedParameters | None = None
         self.blocks: tuple[BlockSpec, ...] = ()
         self.tuned = 0  # the number of the last adjustment
@@ -60,11 +61,10 @@ class HogwildServer:
     def receive(self, message: Message) -> list[Message]:
         """Take one message, and return the answers to the coordinator."""
         if isinstance(message, messages.Assign):
-            num_bytes = offsets_of(message.blocks, message.plan, message.num_replicas).num_bytes
+            num_models = message.num_replicas if self.in_pairs else 1
+            sizes = message.blocks, message.plan, message.num_replicas, num_models
             self.blocks = message.blocks
-            self.memory = SharedParameters(
-                self.make_room(num_bytes), message.blocks, message.plan, message.num_replicas
-            )
+            self.memory = SharedParameters(self.make_room(offsets_of(*sizes).num_bytes), *sizes)
             return []
         memory = self.memory
         if memory is None:
@@ -90,7 +90,7 @@ class HogwildServer:
     def read(self, pull: messages.Pull) -> Iterator[tuple[messages.Params, bytes]]:
         """Yield the parameters block by block."""
         assert self.memory is not None, "parameters are requested at the end of a run"
-        vectors = dict(zip(sorted({block.vector for block in self.blocks}), self.memory.vectors, strict=True))
+        vectors = dict(zip(sorted({block.vector for block in self.blocks}), self.memory.mean(), strict=True))
         for block in self.blocks:
             values = vectors[block.vector][block.start : block.stop].view(torch.uint8).numpy().tobytes()
             yield messages.Params(block.index, pull.sequence, term=0, version=0), values
@@ -118,6 +118,7 @@ class HogwildServer:
             staleness={worker: dict(counts) for worker, counts in staleness.items()},
             flushed=flushed,
             missed=(messages.Missed(0, updates, sum(n * times for n, times in total.items()), max(total, default=0)),),
-            lock_free=True,
+            lock_free=not self.in_pairs,
+            in_pairs=self.in_pairs,
             cut_short=len(self.cut_short),
         )

@@ -37,13 +37,32 @@ class MemoryClient(Client):
 
     def load_memory(self, values: Sequence[Tensor]) -> None:
         """Write the first values, and report that."""
-        for vector, first in zip(self.memory.vectors, values, strict=True):
-            vector.copy_(first)
+        for vectors in self.memory.models:
+            for vector, first in zip(vectors, values, strict=True):
+                vector.copy_(first)
         self.tell(BlockReady(0))
 
     def load(self, state: object = None) -> None:
         """Write this worker's own parameters as the first values."""
         self.load_memory(self.flat.vectors)
+
+
+def is_refused(client: MemoryClient, worker: int, batch: Batch) -> bool:
+    """Return True, and give the portion back, if the batch's lease was revoked: another worker processes it."""
+    if not client.memory.is_fenced(batch):
+        return False
+    client.memory.refuse(worker)
+    if batch.portion in client.leases.held:
+        client.leases.give_back(batch.portion, LeaseEnd.REVOKED)
+    return True
+
+
+def settle(client: MemoryClient, gradient: Gradient) -> None:
+    """Count a batch whose step is in the memory, or that was skipped."""
+    client.stats.acked += 1
+    if client.memory.is_complete(gradient.batches[0].portion):
+        client.tell(ReportRequest())  # so that the hogwild server reports the progress
+    client.leases.settle(gradient.push_id())
 
 
 class MemoryWorker(ModuleWorker):
@@ -83,10 +102,7 @@ class InPlace:
     def step(self, gradient: Gradient) -> None:
         (batch,) = gradient.batches
         index, memory = self.worker.rank, self.memory
-        if memory.is_fenced(batch):
-            memory.refuse(index)
-            if batch.portion in self.client.leases.held:
-                self.client.leases.give_back(batch.portion, LeaseEnd.REVOKED)
+        if is_refused(self.client, index, batch):
             return
         if gradient.is_finite:
             memory.begin(index, batch)
@@ -97,10 +113,7 @@ class InPlace:
             memory.wrote(index, batch, max(0, memory.version - self.worker.began_at))
         else:
             memory.skip(batch)
-        self.client.stats.acked += 1
-        if memory.is_complete(batch.portion):
-            self.client.tell(ReportRequest())  # so that the hogwild server reports the progress
-        self.client.leases.settle(gradient.push_id())
+        settle(self.client, gradient)
 
     def _add(self, tensors: Sequence[Tensor | None], factor: float) -> None:
         for (values, rate), tensor in zip(self.parameters, tensors, strict=True):
@@ -130,7 +143,7 @@ class MemoryModel(ModuleModel):
     """A model whose parameters are in shared memory, the inherited file `fd`."""
 
     def __init__(self, num_workers: int, task: Task, data: Data, flat: Flat, fd: int) -> None:
-        _refuse_other_devices(flat)
+        refuse_other_devices(flat)
         super().__init__(num_workers, task, data, flat)
         self.fd = fd
 
@@ -151,12 +164,12 @@ class MemoryModel(ModuleModel):
         return MemoryWorker(index, self.num_workers, self.task, self.data, self.flat.module, client)
 
 
-def _refuse_other_devices(flat: Flat) -> None:
+def refuse_other_devices(flat: Flat) -> None:
     others = {vector.device for vector in flat.layout.vectors} - {"cpu"}
     if others:
         raise ValueError(
-            f"the model is on {', '.join(sorted(others))}, and hogwild requires the CPU: build it there, or choose "
-            "downpour."
+            f"the model is on {', '.join(sorted(others))}, and memory that workers share requires the CPU: build it "
+            "there, or choose downpour."
         )
 
 

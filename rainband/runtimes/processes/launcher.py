@@ -121,7 +121,7 @@ class Launcher(Run):
         self.memory = SharedSegment.reserve("rainband memory") if one_memory else None  # the parameters of all workers
         self.rounds = self._make_rounds() if strategy.requires.in_rounds else None
         self.group = GroupMemory(config.num_workers) if strategy.requires.algorithm else None
-        hogwild_server = HogwildServer(self._make_room) if one_memory else None
+        hogwild_server = HogwildServer(self._make_room, strategy.requires.in_pairs) if one_memory else None
         settings = msgspec.structs.replace(self.settings, num_servers=1) if hogwild_server else self.settings
         self.coordinator = Coordinator(settings, strategy)
         accepted = {role: key for role, key in self.keys.items() if role not in ("coordinator", "observer")}

@@ -22,6 +22,7 @@ from rainband.record.spans import SpanFile, SpanRecorder
 from rainband.runtimes.checkpoints.place import opened
 from rainband.runtimes.checkpoints.restore import begin_checkpoints
 from rainband.runtimes.config import Job, dataset_of
+from rainband.runtimes.hogwild.pairs import PairModel
 from rainband.runtimes.hogwild.worker import MemoryModel, MessageCheck
 from rainband.runtimes.processes.compute import min_step_time, prefetched
 from rainband.runtimes.processes.drive import drive
@@ -54,6 +55,7 @@ class WorkerProcess(WorkerLink):
 
     def _prepare(self) -> None:
         strategy = self.strategy or load_strategy(self.config.strategy, self.config.strategy_settings)
+        self.strategy = strategy
         torch.manual_seed(self.config.seed)
         # All workers build the same model and data, also with random numbers of numpy; later they draw different ones.
         with global_generators_from(self.config.seed):
@@ -75,7 +77,9 @@ class WorkerProcess(WorkerLink):
         num_workers = self.config.num_workers
         if self.memory is None:
             return data, ModuleModel(num_workers, task, data, flat), flat
-        return data, MemoryModel(num_workers, task, data, flat, self.memory), flat
+        in_pairs = self.strategy is not None and self.strategy.requires.in_pairs
+        kind = PairModel if in_pairs else MemoryModel
+        return data, kind(num_workers, task, data, flat, self.memory), flat
 
     def _address(self) -> Address | None:
         """Return the address for the other workers of its replica, if there are any."""

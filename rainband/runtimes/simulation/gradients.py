@@ -13,6 +13,7 @@ from rainband.protocol.lr_schedules import Schedule
 from rainband.protocol.messages import Conclude, Message, Peer, Welcome
 from rainband.protocol.optimizer_spec import OptimizerSpec
 from rainband.protocol.ports import Port
+from rainband.runtimes.hogwild.pairs import PairParameters, PairWorker, take_mean
 from rainband.runtimes.hogwild.server import HogwildServer
 from rainband.runtimes.hogwild.worker import MemoryClient, MemoryWorker
 from rainband.runtimes.simulation.shared_module import EmptyFlat, SharedModule, WrittenGradient
@@ -147,6 +148,22 @@ class HogwildCompute(GradientCompute):
         assert isinstance(worker.client, MemoryClient)
         copy_memory(worker.client)
         return await super().conclude(worker, conclude, buffers)
+
+
+class PairCompute(HogwildCompute):
+    """Computes gradients at a copy of the worker's own model, which is one of several in the memory."""
+
+    def worker(self, index: int, client: Client) -> ModuleWorker:
+        assert isinstance(client, MemoryClient)
+        worker = PairWorker(index, self.num_workers, self.task, self.data, self.memory.module, client)
+        worker.params = PairParameters(index, client, locks=None)
+        worker.sampler = self.shared_module.sampler(worker.plan)
+        return worker
+
+    async def conclude(self, worker: ModuleWorker, conclude: Conclude, buffers: Buffers) -> dict[str, float] | None:
+        assert isinstance(worker.client, MemoryClient)
+        take_mean(worker.client)
+        return await GradientCompute.conclude(self, worker, conclude, buffers)
 
 
 def copy_memory(client: MemoryClient) -> None:

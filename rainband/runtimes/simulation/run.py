@@ -30,7 +30,7 @@ from rainband.runtimes.run import Run, RunResult, View
 from rainband.runtimes.run import settings_of as settings_of
 from rainband.runtimes.simulation.cluster import Notes, Scenario, SimulatedCluster
 from rainband.runtimes.simulation.fault_injector import FaultInjector
-from rainband.runtimes.simulation.gradients import GradientCompute, HogwildCompute, TimingOnly
+from rainband.runtimes.simulation.gradients import GradientCompute, HogwildCompute, PairCompute, TimingOnly
 from rainband.runtimes.simulation.models.cluster_model import ClusterModel, load_model
 from rainband.runtimes.simulation.models.faults import parse
 from rainband.runtimes.simulation.models.trace import Trace, write_lines
@@ -192,7 +192,7 @@ class Simulation(Run):
         vectors = [b.values for server in self.cluster.servers.values() for b in server.server.blocks.values()]
         hogwild_server = self.cluster.coordinator_node.host.hogwild_server
         if hogwild_server is not None and hogwild_server.memory is not None:
-            vectors += hogwild_server.memory.vectors
+            vectors += [vector for model in hogwild_server.memory.models for vector in model]
         if self.cluster.rounds is not None:
             clients = [node.client for _, node in sorted(self.cluster.workers.items())]
             vectors += [vector for client in clients if client is not None for vector in client.flat.vectors]
@@ -258,8 +258,10 @@ def scenario_of(
         strategy, flat.layout, dataset or Dataset("", len(data), task.batch_size, task.epochs, drops_last(task))
     )
     if strategy.requires.shared_memory:
-        hogwild_server = HogwildServer(bytearray)
-        compute = partial(HogwildCompute, shared_module, task, data, num_workers, hogwild_server)
+        in_pairs = strategy.requires.in_pairs
+        hogwild_server = HogwildServer(bytearray, in_pairs)
+        kind = PairCompute if in_pairs else HogwildCompute
+        compute = partial(kind, shared_module, task, data, num_workers, hogwild_server)
         return Scenario(strategy, join, compute, real=True, hogwild_server=hogwild_server)
     return Scenario(strategy, join, partial(GradientCompute, shared_module, task, data, num_workers), real=True)
 

@@ -22,6 +22,7 @@ from rainband.runtimes.checkpoints.write import write_worker
 from rainband.runtimes.simulation.message_bus import HEADER_BYTES, Node, Payload
 from rainband.runtimes.simulation.models.compute import ComputePace
 from rainband.runtimes.simulation.models.network import Machine
+from rainband.runtimes.simulation.rounds import mixing_s
 from rainband.runtimes.simulation.shared_module import NOTHING, WrittenValues
 from rainband.server.server import Server
 from rainband.strategy import Batch, BatchPart
@@ -304,7 +305,10 @@ class WorkerNode(Node):
         now, started = self.clock.now, self.busy_until
         if started < now:
             started = now
-        amount_s = wanted.share * self.pace.next_s() + started - now
+        computing_s = wanted.share * self.pace.next_s() if wanted.share else 0.0
+        amount_s = computing_s + started - now
+        if wanted.exchanged_bytes:
+            amount_s += mixing_s(self.cluster.model, wanted.exchanged_bytes, 1)
         if self.measuring is not None:
             before = self.stats.metrics
             self.measuring.before_step()
