@@ -186,7 +186,7 @@ def test_the_coordinator_may_be_lost_at_any_moment(ms: int) -> None:
     assert ran.cluster.coordinator.state.outcome == "finished", ran.cluster.coordinator.state.reason
     coordinator_node = ran.cluster.coordinator.state.full_batch
     assert coordinator_node is not None and coordinator_node.journal.term == 2
-    assert ran.cluster.coordinator.reporting.samples_done() == 58 * coordinator_node.evaluations
+    assert ran.cluster.coordinator.reporting.samples_done() == 58 * coordinator_node.requested.evaluations
     same_iterates(ran.iterates, undisturbed.iterates)
     assert [(e.iteration, e.evaluations, e.work_items) for e in ran.iterated] == [
         (e.iteration, e.evaluations, e.work_items) for e in undisturbed.iterated

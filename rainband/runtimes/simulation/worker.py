@@ -305,8 +305,7 @@ class WorkerNode(Node):
         now, started = self.clock.now, self.busy_until
         if started < now:
             started = now
-        computing_s = wanted.share * self.pace.next_s() if wanted.share else 0.0
-        amount_s = computing_s + started - now
+        amount_s = wanted.share * self.pace.next_s() + started - now
         if wanted.exchanged_bytes:
             amount_s += mixing_s(self.cluster.model, wanted.exchanged_bytes, 1)
         if self.measuring is not None:
