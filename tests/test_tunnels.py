@@ -213,6 +213,6 @@ def test_stages_on_machines_that_reach_only_the_first_one(
         assert [one.ended() for one in joined] == [0, 0], [one.printed() for one in joined]
     assert (result.outcome, result.accounting["applied"]) == ("finished", 10), result.reason
     assert (run.directory / "model.safetensors").exists()
-    assert [linked.peers for linked in run.all(events.Linked)][-1] == ((0, "tunnel"),)
+    assert {linked.peers for linked in run.all(events.Linked)} == {(), ((0, "tunnel"),)}  # the later one dials
     opened, closed = run.all(events.Tunneled)
     assert opened.workers == closed.workers == (1, 0) and closed.num_bytes > opened.num_bytes == 0
