@@ -274,7 +274,7 @@ def test_a_loop_that_was_stopped_continues_with_the_updates_of_one_that_was_not(
 ) -> None:
     words = ["--workers", "2", "--parts", "equal"]
     whole = Told(launcher, tmp_path, [*words, "train.py"])
-    stop = "if (epoch, run.passes.where.batch) == (1, 6): run.stop('enough')"  # in the middle of the second of two passes
+    stop = "if (epoch, run.passes.where.batch) == (1, 6): run.stop('enough')"  # in the middle of the second pass
     stopped = Told(launcher, tmp_path, [*words, "train.py"], inside=stop)
     assert stopped.json["outcome"] == "stopped" and stopped.json["checkpoint"], stopped.err
     after = Told(launcher, tmp_path, ["--resume", stopped.json["directory"], *words, "train.py"])
