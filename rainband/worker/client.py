@@ -78,7 +78,7 @@ class Client:
         self,
         me: Peer,
         plan: DataPlan,
-        flat: Flat,
+        flat: Flat | None,
         blocks: Sequence[BlockSpec],
         owners: Sequence[int],
         ports: Sequence[Port],

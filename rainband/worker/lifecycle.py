@@ -84,7 +84,7 @@ async def train(session: Session, worker: RunningWorker) -> None:
     """Run the strategy until it returns, or until `Stop` is raised in it because the run stops."""
     session.training = True
     with suppress(Stop):
-        await session.strategy.run(worker)
+        await session.model.train(session.strategy, worker)
     session.training = False
 
 
@@ -141,11 +141,12 @@ async def save_after_failure(session: Session) -> None:
     """Save the model so far: this worker is the last that has the parameters, although its code has raised."""
     assert session.conclusion is not None
     (message, _), session.conclusion = session.conclusion, None
-    worker = getattr(session, "worker", None)  # a loop that shares batches has none
-    if worker is not None:
-        session.model.return_leases(worker)  # and report what was done
+    if session.worker is None:
+        session.runtime.tell(Failed(0, "NotSaved: this worker has failed before it received the parameters", ""))
+        return
+    session.model.return_leases(session.worker)  # and report what was done
     session.runtime.tell(session.stats.heartbeat())
-    module = session.model.own_module() or session.worker.client.flat.module
+    module = session.model.module_of(session.worker)
     try:
         with saving(message.path, module):
             save_model(getattr(module, "_orig_mod", module), message.path)  # names as before torch.compile

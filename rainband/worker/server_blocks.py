@@ -42,10 +42,11 @@ class ServerBlocks:
     )
 
     def __init__(
-        self, flat: Flat, specs: Sequence[BlockSpec], owners: Sequence[int], ports: Sequence[Port], part: int = 0
+        self, flat: Flat | None, specs: Sequence[BlockSpec], owners: Sequence[int], ports: Sequence[Port], part: int = 0
     ) -> None:
-        """`owners`: the server of each block. `part`: the submodel that this worker holds; only its blocks are used."""
-        self.flat = flat
+        """See Client. Without servers, `flat` may be None: a user's loop has the parameters."""
+        if flat is not None:
+            self.flat = flat
         self.part = part
         self.specs = specs  # of all parts, by index
         self.num_bytes = [block.num_bytes for block in specs]
@@ -54,7 +55,7 @@ class ServerBlocks:
         self.port_of = [ports[owner] for owner in owners]
         self.own_ports = tuple(dict.fromkeys(self.port_of[block.index] for block in self.blocks)) if owners else ()
         self.direct_blocks = [block for block in self.blocks if self.port_of[block.index].direct] if owners else []
-        self.views = [flat.view(block) for block in specs] if owners else []
+        self.views = [self.flat.view(block) for block in specs] if owners else []
         self.borrowers = [
             (port, {b.index: self.views[b.index] for b in self.blocks if self.port_of[b.index] is port})
             for port in dict.fromkeys(ports)

@@ -28,19 +28,13 @@ from rainband.protocol.steps import Handle, Work
 from rainband.protocol.worker_stats import Stats
 from rainband.strategy import Strategy
 from rainband.worker.client import Client
-from rainband.worker.saving.snapshots import WorkerSnapshots
+from rainband.worker.saving.snapshots import SnapshotRequests
 from rainband.worker.worker_model import Buffers, RunningWorker, WorkerModel
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rainband.observer import Observer
-
-
-class Follower(Protocol):
-    """A worker without a client: it takes the messages that a client would."""
-
-    def receive(self, message: Message) -> None: ...
 
 
 # All others are for the client.
@@ -114,7 +108,6 @@ class Session:
             "early",
             "failure",
             "first_buffers",
-            "follower",
             "go",
             "is_welcome",
             "join",
@@ -127,7 +120,6 @@ class Session:
     join: Join
     model: WorkerModel[Any]
     welcome: Welcome  # the last one received
-    worker: RunningWorker  # set when it has joined the run
 
     def __init__(self, me: Peer, runtime: WorkerRuntime, observer: Observer | None = None) -> None:
         self.me = me
@@ -135,12 +127,12 @@ class Session:
         self.observer = observer
         self.stats = Stats()
         self.client: Client | None = None
-        self.follower: Follower | None = None
+        self.worker: RunningWorker | None = None  # when it has joined the run
         self.is_welcome = False
         self.go = False
         self.first_buffers: Buffers = None  # those that all workers begin with, if this one's are others
         self.conclusion: tuple[Conclude, Buffers] | None = None  # what to save, when all workers have ended
-        self.snapshots: WorkerSnapshots | None = None  # writes this worker's part of checkpoints
+        self.snapshots: SnapshotRequests | None = None  # writes this worker's part of checkpoints
         self.early: list[Message] = []  # messages received before there was a client
         self.training = False  # the strategy runs: only then it can be stopped, and its waiting is counted
         self.stopped = False  # `Stop` was raised in the strategy
@@ -156,8 +148,6 @@ class Session:
         """Take a message of the coordinator or a server; raise Dismissed when the run is over."""
         if type(message) in FOR_THE_SESSION:
             self._take_order(message, payload)  # type: ignore[arg-type]
-        elif self.follower is not None:
-            self.follower.receive(message)
         elif self.client is None:
             self.early.append(message)
         else:
@@ -174,8 +164,6 @@ class Session:
                 self.go = True
             case Conclude():
                 self.conclusion = message, body
-            case TakeSnapshot() if self.follower is not None:
-                self.follower.receive(message)
             case TakeSnapshot():
                 if self.snapshots is None:
                     self.runtime.tell(Saved(message.number, error=f"{self.me} has not begun to train"))

@@ -9,7 +9,7 @@ from rainband.model.flat_parameters import Flat
 from rainband.model.save import save_model, saving
 from rainband.protocol.messages import Conclude, LeaseEnd, Message, Peer, Welcome
 from rainband.protocol.ports import Port
-from rainband.strategy import Worker
+from rainband.strategy import Strategy, Worker
 from rainband.tasks.task import Data, Task
 from rainband.worker.client import Client
 from rainband.worker.periodic_eval import measure
@@ -53,12 +53,20 @@ class WorkerModel(Generic[AnyWorker]):
         """Return the module whose buffers must begin like those of the other workers; None: they surely do."""
         return None
 
+    def module_of(self, worker: AnyWorker) -> nn.Module:
+        """Return the module to save if the user's code has raised."""
+        return worker.client.flat.module
+
     def load(self, client: Client) -> None:
         """Send the first values to the servers."""
         client.load()
 
     async def started(self, client: Client) -> None:
         """Prepare for training; every block has its first values."""
+
+    async def train(self, strategy: Strategy, worker: AnyWorker) -> None:
+        """Run the strategy until it returns."""
+        await strategy.run(worker)
 
     async def ended(self, worker: AnyWorker) -> None:
         """Finish what the strategy left open: it has returned, or was stopped."""

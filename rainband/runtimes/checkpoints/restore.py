@@ -70,9 +70,9 @@ def _tensors(checkpoint: Checkpoint, saved: SavedBlock, spec: BlockSpec) -> dict
 def begin_checkpoints(worker: ModuleWorker, session: Session, source: Checkpoint | None, write: Write) -> None:
     """Let a worker take part in checkpoints; if the run continues from one, give it its state."""
     steps_itself = not session.strategy.requires.servers
-    worker.snapshots = session.snapshots = WorkerSnapshots(worker, steps_itself, write)
+    worker.snapshots = session.snapshots = snapshots = WorkerSnapshots(worker, steps_itself, write)
     if source is not None and source.has(WORKER_FILE):
-        session.snapshots.restored = _restored(worker, source)
+        snapshots.restored = _restored(worker, source)
 
 
 def _restored(worker: ModuleWorker, checkpoint: Checkpoint) -> SavedWorker:

@@ -169,7 +169,8 @@ class WorkerLink:
         flush_output()
 
     async def saved(self) -> None:
-        """Return when a file for another machine was sent; otherwise it was written synchronously."""
+        """Return when checkpoints are written, and a model for another machine is sent. A script may end after it."""
+        self.background.finish()
         if self.file_home is not None:
             path, self.file_home = self.file_home, None
             if path.exists():  # otherwise another worker of its replica has saved the model

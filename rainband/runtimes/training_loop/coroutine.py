@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
 
 from rainband.model.gradient import Gradient
 from rainband.model.model_vector import ModelVector
 from rainband.protocol.accounting import NOT_FINITE
-from rainband.protocol.steps import Steps
-from rainband.runtimes.processes.drive import drive_until
+from rainband.runtimes.training_loop.users_turn import LoopLifecycle, UsersTurn
 from rainband.strategy import Batch, BatchPart, Models, Strategy, WorkItem
 from rainband.worker.client import Client
-from rainband.worker.lifecycle import join_train_and_save
 from rainband.worker.pulls import PullHandle
 from rainband.worker.pushes import PushHandle
 from rainband.worker.work_items import StillNeeded
@@ -24,24 +22,8 @@ if TYPE_CHECKING:
     from rainband.protocol.lr_schedules import Schedule
     from rainband.protocol.optimizer_spec import OptimizerSpec
     from rainband.stage import PipelineStage, StageVersions
-    from rainband.worker.session import Session
 
 SOME_BATCH = Batch(-1, -1, -1)  # of a work item whose batches the user has not drawn yet
-
-
-class UsersTurn:
-    """Something that only the user's loop can supply."""
-
-    given = False
-    result: Any = None
-
-    def give(self, result: Any) -> None:
-        self.given, self.result = True, result
-
-    def __await__(self) -> Generator[UsersTurn, None, Any]:
-        while not self.given:
-            yield self
-        return self.result
 
 
 class NextGradient(UsersTurn):
@@ -50,10 +32,6 @@ class NextGradient(UsersTurn):
 
 class NextWorkItem(UsersTurn):
     """The next work item; None at the end."""
-
-
-class LoopEnd(UsersTurn):
-    """The end of the user's loop."""
 
 
 class LoopWorker:
@@ -196,16 +174,8 @@ class UsersOptimizer:
             self.worker.accounting.add(gradient.push_id())
 
 
-class LoopCoroutine:
-    """Advances the worker's coroutine when the user's loop supplies something, until it needs the user again."""
-
-    def __init__(self, session: Session, wait: Callable[..., object]) -> None:
-        self.session = session
-        self.wait = wait
-        self.steps = Steps(join_train_and_save(session))  # its errors are raised in the loop, not reported here
-        self.needed: UsersTurn | None = None
-        self.error: Exception | None = None  # that has ended it
-        self._go_on()
+class LoopCoroutine(LoopLifecycle):
+    """The lifecycle of a worker whose strategy gets its gradients from the user's loop."""
 
     @property
     def worker(self) -> LoopWorker:
@@ -217,16 +187,6 @@ class LoopCoroutine:
     def over(self) -> bool:
         """Return True if the strategy has returned or was stopped."""
         return not self.session.training
-
-    def _go_on(self) -> None:
-        """Advance it; raise the error that has ended it each time, because loops may have `except Exception`."""
-        if self.error is not None:
-            raise self.error
-        try:
-            self.needed = drive_until(self.steps, self.wait, self.session, (UsersTurn,))
-        except Exception as error:
-            self.error = error
-            raise
 
     def step(self, gradient: Gradient) -> None:
         """Give the strategy the gradient of a user's step."""
@@ -266,6 +226,4 @@ class LoopCoroutine:
         if isinstance(self.needed, NextWorkItem):
             self.needed.give(None)
             self._go_on()
-        assert isinstance(self.needed, LoopEnd), "a strategy must return when there are no more work items"
-        self.needed.give(None)
-        self._go_on()
+        self.end()

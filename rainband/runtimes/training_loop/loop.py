@@ -29,12 +29,13 @@ from rainband.protocol.messages import Conclude, Dataset, LeaseEnd, Message, Pau
 from rainband.protocol.optimizer_spec import changed_numbers, plain
 from rainband.protocol.ports import Port
 from rainband.runtimes.training_loop.batches import LoopBatches, described, fetched_ahead, loader
-from rainband.runtimes.training_loop.coroutine import LoopCoroutine, LoopEnd, LoopParameters, LoopWorker
+from rainband.runtimes.training_loop.coroutine import LoopCoroutine, LoopParameters, LoopWorker
 from rainband.runtimes.training_loop.of_shared_batches import OfSharedBatches
 from rainband.runtimes.training_loop.optimizer_checks import check, following, print_warnings, takes_any_optimizer
 from rainband.runtimes.training_loop.passes import Passes
 from rainband.runtimes.training_loop.script_random import seed_by_rank
 from rainband.runtimes.training_loop.step_hooks import StepHooks, unwrapped
+from rainband.runtimes.training_loop.users_turn import LoopEnd
 from rainband.runtimes.training_loop.watches import NEVER_STEPPED_ON, GradientWatch, ParameterWatch
 from rainband.strategy import Batch, Strategy, WorkItem
 from rainband.worker.client import Client

@@ -23,21 +23,13 @@ if TYPE_CHECKING:
 Write = Callable[["TakeSnapshot", object, SavedBlock | None], None]
 
 
-class WorkerSnapshots:
-    """Copies the state of one worker when it is of one moment, and hands it to the runtime."""
+class SnapshotRequests:
+    """Takes the requests for checkpoints, and fulfils each when the worker's state is of one moment."""
 
-    def __init__(self, worker: ModuleWorker, steps_itself: bool, write: Write) -> None:
+    def __init__(self, steps_itself: bool) -> None:
         """`steps_itself`: the worker has the optimizer, so its state changes between two batches only."""
-        self.worker = worker
         self.steps_itself = steps_itself
-        self.write = write
         self.wanted: TakeSnapshot | None = None
-        self.restored: SavedWorker | None = None  # of the checkpoint from which the run continues
-
-    def put_training(self) -> None:
-        """Continue with the training of the checkpoint: the worker has just made its optimizer."""
-        if self.restored is not None and self.restored.training is not None:
-            self.restored.put_training(self.worker)
 
     def request(self, snapshot: TakeSnapshot, training: bool) -> None:
         """Write now, or between two batches."""
@@ -47,9 +39,30 @@ class WorkerSnapshots:
 
     def at_boundary(self) -> None:
         """Write what is wanted."""
-        if self.wanted is None:
-            return
-        wanted, self.wanted = self.wanted, None
+        if self.wanted is not None:
+            wanted, self.wanted = self.wanted, None
+            self.take(wanted)
+
+    def take(self, wanted: TakeSnapshot) -> None:
+        """Copy the state, and hand it to the runtime."""
+        raise NotImplementedError
+
+
+class WorkerSnapshots(SnapshotRequests):
+    """Copies the state of a worker that trains a task."""
+
+    def __init__(self, worker: ModuleWorker, steps_itself: bool, write: Write) -> None:
+        super().__init__(steps_itself)
+        self.worker = worker
+        self.write = write
+        self.restored: SavedWorker | None = None  # of the checkpoint from which the run continues
+
+    def put_training(self) -> None:
+        """Continue with the training of the checkpoint: the worker has just made its optimizer."""
+        if self.restored is not None and self.restored.training is not None:
+            self.restored.put_training(self.worker)
+
+    def take(self, wanted: TakeSnapshot) -> None:
         state, block = state_of(self.worker)
         self.write(wanted, copied(state), block)
 

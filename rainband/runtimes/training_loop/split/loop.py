@@ -70,7 +70,7 @@ class SplitLoop:
     def __enter__(self) -> SplitLoop:
         if self.session is not None:
             self.session.join(self.state.tensors)
-            self.session.restore()
+            self.session.snapshots.restore()
         self.passes.where = self.exchange.begin(0)  # all workers begin with the state of the first one
         seed_by_rank(self.rank)
         self.gradients.attach()
@@ -88,7 +88,7 @@ class SplitLoop:
             return False
         self.gradients.end()
         if self.session is not None:
-            self.session.leave(self.model)
+            self.session.leave()
         return stopped
 
     # ---- data ----

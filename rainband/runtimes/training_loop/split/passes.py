@@ -281,8 +281,8 @@ class OpenPasses:
         self.where = self.exchange.begin(one.epoch)
         if self.session is not None:
             if self.state.stopped is not None:
-                self.session.note_end()
-            self.session.at_boundary()
+                self.session.snapshots.note_end()
+            self.session.snapshots.at_boundary()
         self.gradients.check_stop()
         self._measure()
         self.gradients.begin_round(one.epoch)

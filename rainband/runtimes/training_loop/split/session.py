@@ -1,44 +1,47 @@
-"""A loop's membership in its run: it joins, reports, learns that the run stops, and leaves with the final model."""
+"""A loop's membership in its run: it joins, reports, learns that the run stops, and leaves with the final model.
+
+Its lifecycle is that of all workers; the user's loop takes the place of the strategy's coroutine.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor, nn
 
-from rainband.errors import BadCheckpoint
 from rainband.model.save import save_model, saving
 from rainband.protocol.layout import LayoutEntry, arrange
 from rainband.protocol.messages import (
     CheckpointRequest,
-    Concluded,
+    Conclude,
     Dataset,
-    Ended,
-    Halt,
     Message,
     Paused,
+    Peer,
     SampleAccount,
     StopRequest,
-    TakeSnapshot,
+    Welcome,
 )
+from rainband.protocol.ports import Port
 from rainband.rounds.exchange import Part
 from rainband.rounds.rounds import RoundExchange
 from rainband.rounds.view import RoundView
-from rainband.runtimes.checkpoints.place import WORKER_FILE, opened
-from rainband.runtimes.processes.worker_link import WorkerLink, flush_output
+from rainband.runtimes.processes.worker_link import WorkerLink
 from rainband.runtimes.training_loop.loop import MAX_REASON, NOT_KNOWN_YET
 from rainband.runtimes.training_loop.optimizer_checks import print_warnings
+from rainband.runtimes.training_loop.split.snapshots import LoopSnapshots
 from rainband.runtimes.training_loop.split.state import LoopState
 from rainband.runtimes.training_loop.split.tensors import SharedTensors
 from rainband.runtimes.training_loop.split.trial import TRIAL_ROUNDS
+from rainband.runtimes.training_loop.users_turn import LoopEnd, LoopLifecycle
 from rainband.strategy import Strategy
 from rainband.transports.shared_rounds import SharedBoard
-from rainband.worker.saving.snapshots import copied
+from rainband.worker.client import Client
 from rainband.worker.session import join_of
-from rainband.worker.worker_model import WorkerModel
+from rainband.worker.worker_model import Buffers, WorkerModel
 
 COMPLEX = {torch.complex64: "float32", torch.complex128: "float64"}
 
@@ -53,15 +56,8 @@ class LoopSession:
         self.num_workers = max(2, link.num_workers) if link.config.listen else link.num_workers
         self.seed = link.config.seed
         self.stats = link.session.stats
-        self.halted: str | None = None  # the reason for which the run ends early
-        self.leaving = False  # only this worker ends
         self.counts_samples = False  # batches come from `run`
         self.told_return = False
-        link.session.follower = self
-        self.wanted: TakeSnapshot | None = None  # a checkpoint, at the beginning of the next round
-        self.ended = False  # no round follows
-        self.end_state: tuple[dict[str, Any], int] | None = None  # of a run that was stopped
-        self.buffer_names: list[str] = []
 
     def make_exchange(self, state: LoopState, like: list[Tensor]) -> RoundExchange:
         """Return the exchange with the other workers of this machine."""
@@ -72,64 +68,30 @@ class LoopSession:
         self.exchange = RoundExchange(board, state, time.perf_counter, equal_parts, self._waited, trial_rounds)
         return self.exchange
 
-    # ---- messages ----
+    # ---- the run ----
 
     def join(self, tensors: SharedTensors) -> None:
         """Join the run, and return when all workers have; raise Dismissed if this one's model is another one."""
         self.link.connect()
         if self.link.index == 0:
             print_warnings(self.strategy, self.num_workers)
-        self.buffer_names = [name for name, _ in tensors.model.named_buffers()]
         entries = [_entry(name, p) for name, p in zip(tensors.names, tensors.parameters, strict=True)]
         layout = arrange(entries, [{} for optimizer in tensors.optimizers for _ in optimizer.param_groups] or [{}])
-        self.link.session.model = LoopModule(tensors.model)
-        self.link.tell(join_of(self.strategy, layout, NOT_KNOWN_YET, custom_loop=True))
-        while not self.link.session.go:
-            self.link.wait()
-        self.link.report_links(())
+        self.snapshots = LoopSnapshots(self.link, self.exchange, tensors.model)
+        join = join_of(self.strategy, layout, NOT_KNOWN_YET, custom_loop=True)
+        self.link.session.prepare(self.strategy, join, SplitModel(self, tensors.model))
+        self.lifecycle = LoopLifecycle(self.link.session, self.link.wait)
 
-    def receive(self, message: Message) -> None:
-        """Take a message of the coordinator; what concerns leases is for other strategies."""
-        if isinstance(message, Halt):
-            self.leaving = message.leave
-            self.halted = None if message.leave else message.reason
-        elif isinstance(message, TakeSnapshot):
-            self.wanted = message
-            if self.ended:
-                self.at_boundary()
+    @property
+    def client(self) -> Client:
+        assert self.link.session.client is not None
+        return self.link.session.client
 
-    # ---- checkpoints ----
-
-    def restore(self) -> None:
-        """Begin with the state of the checkpoint from which the run continues, if it does."""
-        if not self.link.config.resume_from:
-            return
-        checkpoint = opened(self.link.config.resume_from)
-        state = checkpoint.state(WORKER_FILE)
-        try:
-            state["training"]["stopped"] = None
-            self.exchange.restore(state)
-        except (KeyError, TypeError, msgspec.MsgspecError) as error:
-            raise BadCheckpoint(checkpoint.place, f"it is not that of a training loop ({error!r})") from None
-
-    def at_boundary(self) -> None:
-        """Write a checkpoint if one is wanted: a round begins."""
-        if self.wanted is None:
-            return
-        wanted, self.wanted = self.wanted, None
-        state, step = self.end_state or self._collected()
-        self.link.save_state(wanted, state, None, step)
-
-    def note_end(self) -> None:
-        """Keep the state of the round that would be next: leaving ends the pass, and the run continues within it."""
-        if self.end_state is None:
-            self.end_state = self._collected()
-
-    def _collected(self) -> tuple[dict[str, Any], int]:
-        """Return a copy of the state at the beginning of a round, and the number of batches in it."""
-        view = self.exchange.view
-        state = {**copied(self.exchange.collect()), "buffer_names": self.buffer_names}
-        return state, view.serial - view.epoch
+    @property
+    def halted(self) -> str | None:
+        """Return the reason for which the run ends early; None if it does not, or only this worker is to leave."""
+        leases = self.client.leases
+        return leases.stop_reason if leases.run_stops else None
 
     def checkpoint(self) -> None:
         """Ask the coordinator for a checkpoint."""
@@ -142,18 +104,18 @@ class LoopSession:
 
     def leave_if_asked(self) -> None:
         """Leave between two batches, if this worker is to, and the others go on; raise Dismissed then."""
-        if not self.leaving:
+        if not self.client.leases.leaving:
             return
         self.exchange.pause()
-        self.link.tell(Ended(self.stats.samples))
-        while True:
+        self.lifecycle.end()
+        while True:  # the run ends meanwhile
             self.link.wait()
 
     def await_stop(self) -> str:
         """Return the reason for which another worker ends the run: the coordinator is about to tell it."""
-        while self.halted is None:
+        while (reason := self.halted) is None:
             self.link.wait()
-        return self.halted
+        return reason
 
     def stop(self, reason: str) -> None:
         self.link.tell(StopRequest(reason[:MAX_REASON]))
@@ -196,10 +158,6 @@ class LoopSession:
         self.stats.loss_sum += loss * samples
         self.stats.loss_samples += samples
 
-    def failed(self) -> None:
-        """Count the open round of a loop that has raised: its mean may be in the model that is saved."""
-        self.stats.account = self._account(self.exchange.last_view)
-
     def _account(self, view: RoundView) -> SampleAccount:
         if not self.counts_samples:
             return SampleAccount(rounds=view.batches)
@@ -215,34 +173,67 @@ class LoopSession:
 
     # ---- the end ----
 
-    def leave(self, model: nn.Module) -> None:
-        """Wait for the other workers to leave, and save the model if this one is to."""
-        flush_output()
+    def failed(self) -> None:
+        """Count the open round of a loop that has raised: its mean may be in the model that is saved."""
+        self.stats.account = self._account(self.exchange.last_view)
+
+    def ended(self) -> None:
+        """Count what was done: the loop has ended."""
         self.stats.account = self._account(self.exchange.view)
-        self.link.tell(self.stats.heartbeat())
-        self.link.tell(Ended(self.stats.samples))
-        session, self.ended = self.link.session, True
-        self.at_boundary()
-        while session.conclusion is None:
-            self.link.wait()
-        conclude, _ = session.conclusion
-        saved = getattr(model, "_orig_mod", model)  # names as before torch.compile
-        with saving(conclude.path, saved):
-            self.exchange.take_final()
-            save_model(saved, conclude.path)
-        self.link.background.finish()  # the script may end before a checkpoint is written
-        self.link.tell(Concluded({}))
+
+    def leave(self) -> None:
+        """Wait for the other workers to leave, and save the model if this one is to."""
+        self.lifecycle.end()
         self.link.left = True
 
 
-class LoopModule(WorkerModel[Any]):
-    """The module of a loop that has its own life: it is saved if the loop of the last worker raises."""
+class SplitModel(WorkerModel[Any]):
+    """The module of a loop that exchanges gradients itself. Parameters and buffers come from the other workers."""
 
-    def __init__(self, module: nn.Module) -> None:
+    stays = False  # the user's script continues
+
+    def __init__(self, loop: LoopSession, module: nn.Module) -> None:
+        self.loop = loop
         self.module = module
 
-    def own_module(self) -> nn.Module:
+    def make_client(self, me: Peer, welcome: Welcome, ports: list[Port], tell: Callable[[Message], None]) -> Client:
+        self.loop.link.session.snapshots = self.loop.snapshots
+        return Client(me, welcome.plan, None, (), (), ports, tell)
+
+    def worker(self, index: int, client: Client) -> SplitWorker:
+        return SplitWorker(client)
+
+    def module_of(self, worker: SplitWorker) -> nn.Module:
         return self.module
+
+    async def train(self, strategy: Strategy, worker: SplitWorker) -> None:
+        await LoopEnd()
+
+    async def ended(self, worker: SplitWorker) -> None:
+        self.loop.ended()
+        self.loop.snapshots.at_boundary()  # no round follows
+
+    async def conclude(self, worker: SplitWorker, conclude: Conclude, buffers: Buffers) -> dict[str, float]:
+        saved = getattr(self.module, "_orig_mod", self.module)  # names as before torch.compile
+        with saving(conclude.path, saved):
+            self.loop.exchange.take_final()
+            save_model(saved, conclude.path)
+        return {}
+
+
+class SplitWorker:
+    """A worker whose loop exchanges gradients itself, as far as the lifecycle needs one."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+
+    @property
+    def seen(self) -> int:
+        return self.client.stats.samples
+
+    def buffers(self) -> bytes:
+        """Return nothing: all workers have the same."""
+        return b""
 
 
 def _entry(name: str, parameter: nn.Parameter) -> LayoutEntry:
