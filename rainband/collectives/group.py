@@ -58,9 +58,9 @@ class Group(ABC):
     A vector is a contiguous tensor of any shape on the CPU. Operations work in place.
 
     With `on_lost="error"`, the loss of a member ends the operation with RankLost, which names it; members that had
-    finished their part return normally, and the next call raises RankLost. With "continue", an all-reduce starts again
-    without the lost member, from the vectors as they were: all surviving members return the same sum of the same
-    vectors. Other operations need all ranks, and raise RankLost.
+    finished their part return normally, and the next call that needs the lost one raises RankLost. With "continue", an
+    all-reduce starts again without the lost member, from the vectors as they were: all surviving members return the
+    same sum of the same vectors. Other operations need all ranks, and raise RankLost.
     """
 
     def __init__(self, rank: int, num_ranks: int, on_lost: OnLost, costs: LinkCosts | None) -> None:
@@ -164,7 +164,7 @@ class Group(ABC):
     def _run(self, call: Call, vector: Tensor) -> None:
         """Perform an operation that needs all ranks."""
         check_vector(vector)
-        members = self._whole_group(call)
+        members = self._participants(call)
         if call.algorithm == "auto" and self.costs is None:
             self.costs = self.measure_costs()
         self._begin()
@@ -173,6 +173,10 @@ class Group(ABC):
         except MembersChanged:
             self._whole_group(call)
             raise AssertionError("a changed group lacks a member") from None
+
+    def _participants(self, call: Call) -> tuple[int, ...]:
+        """Return the ranks of an operation that needs all of them; raise RankLost if it cannot be done."""
+        return self._whole_group(call)
 
     def _whole_group(self, call: Call) -> tuple[int, ...]:
         """Return all ranks; raise RankLost if one is lost."""

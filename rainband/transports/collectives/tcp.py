@@ -187,6 +187,11 @@ class TcpGroup(Group):
     def _all_reported(self) -> bool:
         return self.on_lost == "continue" or all(link.report is not None for link in self.links.values())
 
+    def _participants(self, call: Call) -> tuple[int, ...]:
+        """Return all ranks: one that has ended may have done all that this call needs, and `_play` notices if not."""
+        self._check_self()
+        return tuple(range(self.num_ranks))
+
     def _whole_group(self, call: Call) -> tuple[int, ...]:
         try:
             return super()._whole_group(call)
@@ -230,7 +235,7 @@ class TcpGroup(Group):
         return moved
 
     def _read_last_words(self, rank: int, link: RankLink) -> None:
-        """Read the rest of a connection that could not be written to: it may say that this rank was excluded."""
+        """Read the rest of a connection that is given up: it may say that this rank was excluded."""
         with suppress(OSError):
             while (head := link.read_head()) is not None:
                 if not (link.discard() if head.kind == DATA else self._take(rank, link, head)):
@@ -307,13 +312,20 @@ class TcpGroup(Group):
         for link in self.links.values():  # the others should know that this rank lives, and waits, too
             if not link.sending:
                 link.queue(PING, self._round, self._attempt)
+        if self._silent():  # perhaps this rank itself was stopped: then it must read first what has arrived meanwhile
+            self._pump()
+        for rank in self._silent():
+            self._read_last_words(rank, self.links[rank])
+            self._lose(rank)
+
+    def _silent(self) -> list[int]:
+        """Return the awaited ranks that have given no sign for too long."""
+        now = time.monotonic()
         awaited = self._messages.waits_for() if self._messages is not None else set(self.links)
-        for rank in sorted(awaited & self.links.keys()):
-            link = self.links[rank]
-            # What it sends is not read while it is held: the other ranks have time to find the one that is lost.
-            limit_s = 2 * self.timeout_s if link.is_held else self.timeout_s
-            if now - max(link.heard_at, self._began_at) > limit_s:
-                self._lose(rank)
+        # What a rank sends is not read while it is held: the others have time to find the one that is lost.
+        limits_s = {rank: (1 + self.links[rank].is_held) * self.timeout_s for rank in awaited & self.links.keys()}
+        heard_at = {rank: max(self.links[rank].heard_at, self._began_at) for rank in limits_s}
+        return sorted(rank for rank, limit_s in limits_s.items() if now - heard_at[rank] > limit_s)
 
     def _sleep(self, timeout_s: float) -> None:
         poll = select.poll()
