@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from rainband.collectives.algorithm import algorithm_names, load_algorithm
 from rainband.collectives.check import TableError, check, check_messages, check_programs, check_table
-from rainband.collectives.cost import LinkCosts, choose, crossover_bytes, fitted, predict_s
+from rainband.collectives.cost import LinkCosts, Timings, choose, crossover_bytes, fitted, predict_s
 from rainband.collectives.messages import MessageProgram, compile_messages
 from rainband.collectives.operations import all_gather, broadcast, reduce, reduce_scatter
 from rainband.collectives.program import Mode, Program, compile_table
@@ -283,26 +284,79 @@ def test_where_two_algorithms_cross() -> None:
     assert crossover_bytes(2, costs._replace(gamma_s=-0.001), "recursive_doubling", "direct") is None
 
 
+def test_a_large_message_waits_for_the_link_once() -> None:
+    """Chunks that follow the first one pay for their bytes only."""
+    latency, size = LinkCosts(alpha_s=1.0, beta_s=0.0, gamma_s=0.0, cores=8), 64 << 20
+    assert predict_s(table("direct", 4), size, latency) == 2 * 3
+    assert predict_s(table("direct", 4), size, LinkCosts(0.0, 1.0, 0.0, 8)) == pytest.approx(2 * 0.75 * size)
+
+
 def test_disturbed_measurements_leave_half_of_the_time_to_the_bytes() -> None:
-    """Messages that take longer than all of it, and an addition that takes longer than moving, are not believed."""
-    costs = fitted(2, small_s=1.0, large_s=0.5, large_bytes=4 << 20, gamma_s=1.0)
+    """Messages that take longer than all of it are not believed."""
+    costs = fitted(2, Timings(small_s=1.0, direct_s=0.5, doubling_s=0.5), large_bytes=4 << 20)
     bytes_s = predict_s(table("direct", 2), 4 << 20, costs._replace(alpha_s=0.0))
-    assert bytes_s == pytest.approx(0.25) and costs.gamma_s == pytest.approx(costs.beta_s)
+    assert bytes_s == pytest.approx(0.25) and costs.gamma_s == pytest.approx(0.0, abs=1e-15)
 
 
 @given(
     st.integers(2, 9),
     st.floats(1e-7, 1e-5),
     st.floats(1e-12, 1e-8),
-    st.floats(0, 1e-9),
+    st.floats(0, 10),
 )
 def test_costs_are_found_from_the_times_that_they_predict(
-    num_ranks: int, alpha_s: float, beta_s: float, gamma_s: float
+    num_ranks: int, alpha_s: float, beta_s: float, gamma_of_beta: float
 ) -> None:
-    cores = fitted(2, 1.0, 1.0, 1, 0.0).cores
-    costs = LinkCosts(alpha_s, beta_s, gamma_s, cores)
-    small_s = predict_s(table("recursive_doubling", num_ranks), 0, costs)
-    large_s = predict_s(table("direct", num_ranks), 4 << 20, costs)
-    messages_s = predict_s(table("direct", num_ranks), 4 << 20, costs._replace(beta_s=0.0, gamma_s=0.0))
-    assume(messages_s < 0.49 * large_s and gamma_s < 0.99 * beta_s)
-    assert fitted(num_ranks, small_s, large_s, 4 << 20, gamma_s) == pytest.approx(costs, rel=1e-6, abs=1e-15)
+    cores, size = os.cpu_count() or 1, 4 << 20
+    costs = LinkCosts(alpha_s, beta_s, gamma_of_beta * beta_s, cores)
+
+    def seconds(costs: LinkCosts) -> Timings:
+        doubling = table("recursive_doubling", num_ranks)
+        direct_s, doubling_s = (predict_s(each, size, costs) for each in (table("direct", num_ranks), doubling))
+        return Timings(predict_s(doubling, 0, costs), direct_s, doubling_s)
+
+    messages, bytes_alone = seconds(costs._replace(beta_s=0.0, gamma_s=0.0)), seconds(costs._replace(alpha_s=0.0))
+    assume(all(few < 0.4 * much for few, much in zip(messages[1:], bytes_alone[1:], strict=True)))
+    found = seconds(fitted(num_ranks, seconds(costs), size))
+    # Where slots are long or short by different ranks, times of messages and bytes do not simply add up.
+    assert found == pytest.approx(seconds(costs), rel=1e-6 if num_ranks in (2, 4, 8) else 0.5)
+
+
+# Medians in microseconds that `rainband bench allreduce` measured in one run on two busy cores, staged in shared
+# memory: of 4 KB by recursive doubling, from which alpha follows; then of each size by each algorithm.
+ORDER = ("direct", "double_tree", "halving_doubling", "recursive_doubling", "ring")
+MEASURED: dict[int, tuple[int, dict[int, tuple[int, ...]]]] = {
+    2: (
+        28,
+        {
+            1 << 20: (159, 173, 141, 190, 170),
+            4 << 20: (731, 701, 714, 860, 676),
+            16 << 20: (3593, 3463, 3523, 4521, 3500),
+            64 << 20: (13705, 13768, 14021, 17082, 13876),
+        },
+    ),
+    4: (
+        111,
+        {
+            1 << 16: (144, 169, 179, 128, 234),
+            1 << 20: (233, 229, 155, 248, 237),
+            4 << 20: (968, 1077, 887, 1808, 1083),
+            16 << 20: (4917, 5486, 5345, 7371, 5742),
+            64 << 20: (26749, 25020, 25722, 29303, 24251),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("num_ranks", MEASURED)
+def test_the_model_chooses_an_algorithm_that_was_measured_to_be_fast(
+    num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    small, medians = MEASURED[num_ranks]
+    sizes = {size: dict(zip(ORDER, times, strict=True)) for size, times in medians.items()}
+    large = sizes[4 << 20]
+    timings = Timings(small * 1e-6, large["direct"] * 1e-6, large["recursive_doubling"] * 1e-6)
+    costs = fitted(num_ranks, timings, 4 << 20)
+    for size, measured in sizes.items():
+        assert measured[choose(num_ranks, size, costs)] <= 1.15 * min(measured.values()), (size, costs)

@@ -1,21 +1,24 @@
 """The cost model: the time of a table from alpha (a message), beta (a byte moved) and gamma (a byte added).
 
 In a step, a rank that receives m messages of b bytes in all, and adds a of these bytes, takes m alpha + b beta +
-a gamma seconds; a rank that sends them takes m alpha + b beta. Chunk k of step s is due in time slot k + s. A slot
-takes as long as its busiest rank; or, with more ranks than cores, as long as all ranks divided by the cores.
+a gamma seconds; a rank that sends them takes m alpha + b beta. Large messages are cut into chunks: chunk k of step s is
+due in time slot k + s, and those after the first follow it without another alpha. A slot takes as long as its busiest
+rank; or, with more ranks than cores, as long as all ranks divided by the cores.
 """
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
 from rainband.collectives.algorithm import fast_algorithms
-from rainband.collectives.table import MoveTable
+from rainband.collectives.table import Move, MoveTable
 
 CHUNK_BYTES = 256 << 10  # parts that are larger are cut
+MAX_GAMMA = 16.0  # times beta: what recursive doubling takes longer through a second buffer counts as adding, too
 MAX_CHUNKS = 16  # that the model counts: more hardly change a prediction
 
 
@@ -39,35 +42,56 @@ def predict_s(table: MoveTable, num_bytes: int, costs: LinkCosts) -> float:
     part_bytes = num_bytes / table.num_parts
     slots: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for number, moves in enumerate(table.steps()):
-        received: dict[int, float] = defaultdict(float)
-        sent: dict[int, float] = defaultdict(float)
-        for move in moves:
-            moved = (move.last - move.first) * part_bytes / chunks
-            sent[move.source] += costs.alpha_s + costs.beta_s * moved
-            received[move.target] += costs.alpha_s + (costs.beta_s + costs.gamma_s * move.add) * moved
+        first, further = (_busy_s(moves, part_bytes / chunks, costs, alpha_s) for alpha_s in (costs.alpha_s, 0.0))
         for chunk in range(chunks):
-            slot = slots[number + chunk]
-            for rank in sent.keys() | received.keys():
-                slot[rank] += max(sent[rank], received[rank])
+            for rank, seconds in (further if chunk else first).items():
+                slots[number + chunk][rank] += seconds
     cores = max(1, costs.cores)
     return sum(max(max(slot.values()), sum(slot.values()) / cores) for slot in slots.values())
 
 
-def fitted(num_ranks: int, small_s: float, large_s: float, large_bytes: int, gamma_s: float) -> LinkCosts:
-    """Return the costs with which `recursive_doubling` of no bytes, and `direct` of many, take the measured times."""
+def _busy_s(moves: Iterable[Move], part_bytes: float, costs: LinkCosts, alpha_s: float) -> dict[int, float]:
+    """Return how long each rank is busy with a chunk of each move."""
+    received: dict[int, float] = defaultdict(float)
+    sent: dict[int, float] = defaultdict(float)
+    for move in moves:
+        moved = (move.last - move.first) * part_bytes
+        sent[move.source] += alpha_s + costs.beta_s * moved
+        received[move.target] += alpha_s + (costs.beta_s + costs.gamma_s * move.add) * moved
+    return {rank: max(sent[rank], received[rank]) for rank in sent.keys() | received.keys()}
+
+
+class Timings(NamedTuple):
+    """Seconds of all-reduces from which the costs are found."""
+
+    small_s: float  # recursive_doubling of no bytes
+    direct_s: float  # of many bytes
+    doubling_s: float  # recursive_doubling of as many, which adds more of them
+
+
+def fitted(num_ranks: int, timings: Timings, large_bytes: int) -> LinkCosts:
+    """Return the costs with which these all-reduces take the measured times."""
     tables, cores = _fast_tables(num_ranks), os.cpu_count() or 1
 
-    def units(name: str, num_bytes: int, costs: LinkCosts) -> float:
-        return predict_s(tables[name], num_bytes, costs._replace(cores=cores))
+    def units(name: str, num_bytes: int, alpha_s: float, beta_s: float, gamma_s: float) -> float:
+        return predict_s(tables[name], num_bytes, LinkCosts(alpha_s, beta_s, gamma_s, cores)) or 1.0
 
-    # Adding a byte takes at most twice as long as moving it: a measurement beyond that was disturbed by something else.
-    alpha_s = small_s / (units("recursive_doubling", 0, LinkCosts(1, 0, 0, 0)) or 1.0)
-    # Messages that follow each other cost less than single ones: at least half of the time is that of the bytes.
-    rest_s = max(large_s / 2, large_s - units("direct", large_bytes, LinkCosts(alpha_s, 0, 0, 0)))
-    gamma_s = min(gamma_s, rest_s / (units("direct", large_bytes, LinkCosts(0, 1, 1, 0)) or 1.0))
-    added_s = units("direct", large_bytes, LinkCosts(0, 0, gamma_s, 0))
-    beta_s = (rest_s - added_s) / (units("direct", large_bytes, LinkCosts(0, 1, 0, 0)) or 1.0)
-    return LinkCosts(alpha_s, max(beta_s, 1e-13), gamma_s, cores)
+    def of_bytes(name: str, seconds: float) -> float:
+        # Messages that follow each other cost less than single ones: at least half of the time is that of the bytes.
+        messages_s = units(name, large_bytes, alpha_s, 0.0, 0.0) if alpha_s else 0.0
+        return max(seconds / 2, seconds - messages_s)
+
+    alpha_s = timings.small_s / units("recursive_doubling", 0, 1.0, 0.0, 0.0)
+    direct_s, doubling_s = of_bytes("direct", timings.direct_s), of_bytes("recursive_doubling", timings.doubling_s)
+    low, high = 0.0, MAX_GAMMA  # gamma / beta: the more an addition costs, the longer doubling takes than direct
+    for _ in range(60):
+        ratio = (low + high) / 2
+        times = units("recursive_doubling", large_bytes, 0.0, 1.0, ratio) / units(
+            "direct", large_bytes, 0.0, 1.0, ratio
+        )
+        low, high = (ratio, high) if times < doubling_s / max(direct_s, 1e-12) else (low, ratio)
+    beta_s = max(direct_s / units("direct", large_bytes, 0.0, 1.0, low), 1e-13)
+    return LinkCosts(alpha_s, beta_s, low * beta_s, cores)
 
 
 @lru_cache(maxsize=1024)

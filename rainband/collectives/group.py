@@ -7,15 +7,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from statistics import median
 from typing import Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from rainband.collectives.algorithm import load_algorithm
-from rainband.collectives.cost import LinkCosts, choose, fitted
+from rainband.collectives.cost import LinkCosts, Timings, choose, fitted
 from rainband.collectives.operations import all_gather, broadcast, reduce, reduce_scatter
 from rainband.collectives.table import MoveTable
 from rainband.errors import PeerLost
@@ -149,14 +147,21 @@ class Group(ABC):
         """Return when all members have called this."""
         self.all_reduce(self._one, "recursive_doubling")
 
-    def measure_costs(self, rounds: int = 7) -> LinkCosts:
-        """Measure alpha, beta and gamma together with all members; every member gets the same numbers."""
+    def measure_costs(self, rounds: int = 8) -> LinkCosts:
+        """Measure alpha, beta and gamma together with all members; every member gets the same numbers.
+
+        The first operations are warm-up. Interruptions by other processes only ever make one longer, so the time of
+        each is the lower quartile.
+        """
         small, large = torch.zeros(16), torch.zeros(1 << 20)
-        few, much = Call("all_reduce", "recursive_doubling"), Call("all_reduce", "direct")
-        small_s = median(_timed(lambda: self._run(few, small)) for _ in range(3 * rounds))
-        large_s = median(_timed(lambda: self._run(much, large)) for _ in range(rounds))
-        costs = fitted(self.num_ranks, small_s, large_s, large.nbytes, _gamma_s(large, rounds))
-        same = torch.tensor([costs.alpha_s, costs.beta_s, costs.gamma_s, costs.cores], dtype=torch.float64)
+        direct, doubling = Call("all_reduce", "direct"), Call("all_reduce", "recursive_doubling")
+        timings = Timings(
+            _quartile_s(lambda: self._run(doubling, small), 4 * rounds),
+            _quartile_s(lambda: self._run(direct, large), rounds),
+            _quartile_s(lambda: self._run(doubling, large), rounds),
+        )
+        costs = fitted(self.num_ranks, timings, large.nbytes)
+        same = torch.tensor(costs, dtype=torch.float64)
         self.broadcast(same)
         alpha_s, beta_s, gamma_s, cores = same.tolist()
         return LinkCosts(alpha_s, beta_s, gamma_s, int(cores))
@@ -215,12 +220,10 @@ def _timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def _gamma_s(vector: Tensor, rounds: int) -> float:
-    """Return the time by which adding a byte takes longer than copying it."""
-    out, own = vector.numpy(), vector.numpy().copy()
-    adding = median(_timed(lambda: np.add(out, own, out)) for _ in range(rounds))
-    copying = median(_timed(lambda: np.copyto(out, own)) for _ in range(rounds))
-    return max(0.0, adding - copying) / vector.nbytes
+def _quartile_s(work: Callable[[], object], rounds: int) -> float:
+    """Return the lower quartile of the times, after two rounds that are not measured."""
+    seconds = [_timed(work) for _ in range(2 + rounds)][2:]
+    return sorted(seconds)[rounds // 4]
 
 
 @lru_cache(maxsize=256)
