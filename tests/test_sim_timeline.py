@@ -11,9 +11,10 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from rainband.cli.timeline import chrome_trace, command, draw, nodes_of, within
-from rainband.record.spans import Span, read_spans, write_spans
+from rainband.record.spans import write_spans
 from rainband.runtimes.config import RunConfig, SimSettings
 from rainband.runtimes.simulation import run as sim
+from rainband.views.spans import Span, read_spans
 
 SPANS = [
     Span("worker 10", "compute", 5.0, 6.0),

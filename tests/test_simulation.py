@@ -23,7 +23,6 @@ from rainband.errors import Deadlock
 from rainband.model.flat_parameters import Flat
 from rainband.plugins import load_strategy
 from rainband.protocol import events
-from rainband.record.spans import Span
 from rainband.rules import ApplyOnArrival
 from rainband.runtimes.config import RunConfig, SimSettings
 from rainband.runtimes.simulation import run as sim
@@ -40,6 +39,7 @@ from rainband.strategies.downpour import Downpour
 from rainband.strategy import ServerPart
 from rainband.tasks.linear import Linear
 from rainband.tasks.load import load_task
+from rainband.views.spans import Span
 
 PER_WORKER = {"batch_per_worker": True}  # sync with servers
 INSTANT = ClusterModel(

@@ -17,7 +17,6 @@ from rainband.model_parallel.placement.measure import measure
 from rainband.model_parallel.placement.profile import Profile, Unit
 from rainband.model_parallel.placement.stage_plan import StagePlan
 from rainband.protocol import events
-from rainband.record.spans import read_spans
 from rainband.runtimes.config import RunConfig, SimSettings
 from rainband.runtimes.simulation.models.cluster_model import ClusterModel, NodeModel
 from rainband.runtimes.simulation.models.compute import ComputeModel
@@ -28,6 +27,7 @@ from rainband.strategies.single import Single
 from rainband.views import predicted_stages as predicted
 from rainband.views.history import RunSoFar, read_run
 from rainband.views.schedule_chart import WAIT, _typical, excerpt
+from rainband.views.spans import read_spans
 from tests.stage_tasks import Shaped, dealt, planned
 
 STEP_S = 1.0

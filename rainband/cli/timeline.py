@@ -18,8 +18,8 @@ from rainband.views.formatting import count
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from rainband.record.spans import Span
     from rainband.views.history import PastRun
+    from rainband.views.spans import Span
 
 COLORS = {
     "compute": "#2f6f9f",
@@ -51,9 +51,9 @@ def command(
     end: Annotated[float | None, typer.Option("--to", metavar="SECONDS", help="End of the excerpt.")] = None,
 ) -> None:
     """Draw timeline.png, and write timeline.json for chrome://tracing or ui.perfetto.dev, into the run's directory."""
-    from rainband.record.spans import read_spans
     from rainband.views.history import find_run, read_run
     from rainband.views.schedule_chart import draw_schedules, excerpt, predicted_spans
+    from rainband.views.spans import read_spans
 
     with report_errors():
         directory = find_run(runs, run)

@@ -13,11 +13,11 @@ import msgspec
 
 from rainband.model_parallel.drawing.gantt import INK, Bar, Style, color_of, draw_bars, figure_of, time_unit
 from rainband.model_parallel.schedules.forecast import NEVER_FLUSHED, Forecast, ForecastSpan
-from rainband.record.spans import Span
 from rainband.runtimes.config import RunConfig
 from rainband.runtimes.simulation.models.cluster_model import ClusterModel
 from rainband.runtimes.stage_forecast import forecast_of
 from rainband.views.history import PastRun
+from rainband.views.spans import Span
 
 ACTIONS = 16  # of the first worker in the picture, or a whole batch
 WAIT = "wait"

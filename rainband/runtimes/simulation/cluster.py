@@ -22,7 +22,7 @@ from rainband.protocol.layout import ITEM_BYTES
 from rainband.protocol.messages import COORDINATOR, Address, Join, Peer, ServerJoin
 from rainband.protocol.ports import Port
 from rainband.protocol.steps import Handle, Until
-from rainband.record.spans import Span, SpanRecorder
+from rainband.record.spans import SpanRecorder
 from rainband.runtimes.checkpoints.restore import CheckpointAccess
 from rainband.runtimes.hogwild.server import HogwildServer
 from rainband.runtimes.simulation.aggregated import AggregatedPort, AggregatedServersNode, as_one_block, make_aggregated
@@ -38,6 +38,7 @@ from rainband.runtimes.simulation.rounds import SimulatedRounds
 from rainband.runtimes.simulation.stages import StageCompute, StageNode
 from rainband.runtimes.simulation.worker import SimPort, SimulatedCompute, WorkerNode
 from rainband.strategy import ServerPart, Strategy
+from rainband.views.spans import Span
 from rainband.worker.client import StateChanged
 from rainband.worker.pulls import PullHandle
 from rainband.worker.pushes import PushHandle

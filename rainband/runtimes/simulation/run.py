@@ -21,7 +21,7 @@ from rainband.model.save import load_weights
 from rainband.model_parallel.placement.stage_plan import StagePlan
 from rainband.plugins import load_strategy
 from rainband.protocol.messages import Address, Dataset, Join
-from rainband.record.spans import Span, write_spans
+from rainband.record.spans import write_spans
 from rainband.runtimes.checkpoints.restore import access_of
 from rainband.runtimes.config import RunConfig, dataset_of
 from rainband.runtimes.hogwild.server import HogwildServer
@@ -40,6 +40,7 @@ from rainband.runtimes.stage_forecast import predicted_of
 from rainband.strategy import Strategy
 from rainband.tasks.load import load_task
 from rainband.tasks.task import Data, Task, drops_last, parameter_groups
+from rainband.views.spans import Span
 from rainband.worker.session import join_of
 from rainband.worker.worker import check_optimizer
 
