@@ -73,8 +73,8 @@ $(READY): pyproject.toml constraints.txt
 
 # The frameworks that adapters are for: minutes to install, and only their tests need them.
 $(TESTABLE): $(SITE_TOOLS)
-	@echo "set-up: installing Lightning, Transformers, Accelerate, TensorBoard and Ray for their tests"
-	@$(INSTALL) -e '.[lightning,hf,tensorboard,ray]'
+	@echo "set-up: installing Lightning, Transformers, Accelerate, TensorBoard, Ray and the dashboard for their tests"
+	@$(INSTALL) -e '.[dashboard,lightning,hf,tensorboard,ray]'
 	@touch $@
 
 $(SITE_TOOLS): $(READY)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rainband.runtimes.processes.launcher import RunResult
     from rainband.strategy import Strategy
     from rainband.tasks.task import Task
+    from rainband.views.dashboard.saved import SavedPage
     from rainband.views.sinks import Sink
 
 TASKS, STRATEGIES = "rainband.tasks", "rainband.strategies"
@@ -46,6 +47,12 @@ class FitResult:
     staleness: Staleness
     directory: Path  # events, metrics and model.safetensors
     outcome: str  # finished, or stopped (by Ctrl-C)
+
+    def show(self) -> SavedPage:
+        """Return the page of the run, as `rainband dashboard` shows it; a notebook displays it."""
+        from rainband.views.dashboard.saved import SavedPage
+
+        return SavedPage(self.directory)
 
 
 def fit(

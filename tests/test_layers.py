@@ -48,7 +48,12 @@ LAYERS = {
     # Files of checkpoints; who writes and reads them, and when, is up to the runtimes.
     "checkpoints": Layer("checkpoints", may_import="contracts model"),
     # What reads a run's events and nothing else.
-    "records": Layer("views.history views.sinks views.training_time", may_import="contracts"),
+    "records": Layer(
+        "views.history views.sinks views.spans views.training_time views.formatting views.event_text "
+        "views.dashboard.listener",
+        may_import="contracts",
+    ),
+    "dashboard": Layer("views.dashboard", may_import="contracts records"),
     "simulation_models": Layer("runtimes.simulation.models", may_import="contracts"),
     # What drives nodes and strategies; what a user calls.
     "runtimes": Layer("runtimes record", may_import="all above"),
@@ -59,8 +64,9 @@ LAYERS = {
 
 # Where these may be imported or called; everywhere else they are a mistake in the design.
 CONCURRENCY = {"threading", "_thread", "socket", "selectors", "multiprocessing", "asyncio", "concurrent"}
-MAY_BE_CONCURRENT = {"transports", "runtimes", "record", "bench"}  # bench: baselines are bare sockets
-MAY_START_PROGRAMS = {"transports", "runtimes", "record", "bench", "cli"}
+# bench: baselines are bare sockets
+MAY_BE_CONCURRENT = {"transports", "runtimes", "record", "bench", "views.dashboard"}
+MAY_START_PROGRAMS = {"transports", "runtimes", "record", "bench", "cli", "views.sinks.dashboard"}
 MAY_READ_WALL_TIME = {"protocol.events", "bench", "cli", "views"}
 
 UNSAFE_IMPORTS = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}

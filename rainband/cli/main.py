@@ -24,6 +24,7 @@ COMMANDS = (
         "join",
         "explain",
         "runs",
+        "reports.dashboard",
         "export",
         "replay",
         "timeline",

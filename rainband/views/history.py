@@ -277,7 +277,7 @@ def read_run(directory: Path) -> PastRun:
         config=_read_config(directory / "config.json"),
         events=events,
         unreadable=unreadable,
-        alive=_is_locked(directory / "events.jsonl"),
+        alive=is_locked(directory / "events.jsonl"),
     )
 
 
@@ -363,7 +363,7 @@ def _started_at(directory: Path) -> str:
     return datetime.fromtimestamp(oldest_s, UTC).isoformat(timespec="milliseconds")
 
 
-def _is_locked(path: Path) -> bool:
+def is_locked(path: Path) -> bool:
     """Return True while the run's launcher lives: it holds a lock, which the kernel releases when it ends."""
     try:
         with path.open("rb") as file:

@@ -63,4 +63,9 @@ def chosen_sinks(options: RunOptions) -> list[Callable[[Path], Sink]]:
 
         check_installed()
         sinks.append(TensorBoard)
+    if options.get("dashboard"):
+        from rainband.views.sinks import dashboard
+
+        dashboard.check_installed()
+        sinks.append(dashboard.DashboardProcess)
     return sinks

@@ -1,0 +1,1 @@
+"""The dashboard: a web page of a run, live or finished, computed from its directory."""
