@@ -282,6 +282,64 @@ def test_a_loop_that_was_stopped_continues_with_the_updates_of_one_that_was_not(
     assert after.sums == whole.sums != stopped.sums
 
 
+LEASED = """
+import torch
+import rainband
+from beside import data, net
+from torch.nn.functional import mse_loss
+
+model = net()
+optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
+average = torch.optim.swa_utils.AveragedModel(model)
+with rainband.join(model, optimizer) as run:
+    run.register(scheduler, average)
+    for epoch in run.epochs(3):
+        for inputs, targets in run.batches(data, batch_size=8):
+            optimizer.zero_grad()
+            mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+            scheduler.step()
+            average.update_parameters(model)
+            if run.rank == 0:
+                {inside}
+lr = optimizer.param_groups[0]["lr"]
+print("worker", run.rank, lr, int(average.n_averaged), [p.double().sum().item() for p in average.parameters()])
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("strategy", "workers", "exact"),
+    [
+        (["single"], 1, True),
+        (["sync", "--servers", "2", "batch_per_worker=true"], 2, False),
+        (["downpour", "--servers", "2"], 2, False),
+    ],
+    ids=["single", "rounds", "downpour"],
+)
+def test_a_loop_whose_batches_are_leased_continues_with_its_schedule(
+    launcher: RunLauncher, tmp_path: Path, strategy: list[str], workers: int, exact: bool
+) -> None:
+    name, *rest = strategy
+    words = ["--workers", str(workers), "--strategy", name, *rest, "train.py"]
+    whole = Told(launcher, tmp_path, words, LEASED, inside="None")
+    stopped = Told(launcher, tmp_path, words, LEASED, inside="run.progress > 0.5 and run.stop('enough')")
+    assert stopped.json["outcome"] == "stopped" and stopped.json["checkpoint"], stopped.err
+    after = Told(launcher, tmp_path, ["--resume", stopped.json["directory"], *words], LEASED, inside="None")
+    assert after.exit_code == 0, after.err
+    accounting = after.json["accounting"]
+    assert (accounting["applied"], accounting["lost"], accounting["applied_twice"]) == (60, 0, 0)
+    ends = [[line for line in (told.out + told.err).splitlines() if "| worker" in line] for told in (whole, after)]
+    assert len(ends[0]) == len(ends[1]) == workers
+    if exact:
+        models = [
+            safetensors.torch.load_file(Path(told.json["directory"]) / "model.safetensors") for told in (whole, after)
+        ]
+        assert all(torch.equal(models[1][name], values) for name, values in models[0].items())
+        assert sorted(ends[0]) == sorted(ends[1])
+
+
 @pytest.mark.processes
 @default_and_downpour
 def test_a_loop_without_end_is_stopped_by_one_worker(

@@ -1213,7 +1213,9 @@ def test_methods_of_workers_that_share_each_batch_work_or_say_what_to_type() -> 
     model = net()
     optimizer = SGD(model.parameters(), lr=0.1)
     with joined(model, optimizer, OneProcess()) as run:
-        run.register(object())
+        run.register(StepLR(optimizer, 1000))
+        with pytest.raises(ValueError, match="state_dict"):
+            run.register(object())  # type: ignore[arg-type]
         assert run.is_first
         for number, batch in enumerate(run.batches(DATA, batch_size=6)):
             with run.no_sync() if number % 2 else nullcontext():  # the step pushes both gradients

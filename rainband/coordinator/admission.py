@@ -243,6 +243,8 @@ class Admission:
 
     def described(self, worker: WorkerState, dataset: Dataset, now: float) -> list[CoordinatorOutput]:
         """Take the description of a custom loop's data, or send the loop away."""
+        if self.state.dataset is None and (why := self.planning.unlike_data(dataset)):
+            return self.shutdown.stop("failed", f"the run cannot continue from its checkpoint: {why}.")
         shared = self.state.shares_batches()
         why = "" if shared and worker.described else self.planning.difference(worker, dataset)
         if not why and shared:

@@ -6,12 +6,12 @@ import msgspec
 
 from rainband.coordinator.state import CoordinatorOutput, Phase, RunState, WorkerState
 from rainband.protocol import events
-from rainband.protocol.data_plan import MAX_PORTION_BATCHES, DataPlan, choose_portion_batches
+from rainband.protocol.data_plan import MAX_PORTION_BATCHES, OPEN_ENDED, DataPlan, choose_portion_batches
 from rainband.protocol.layout import BlockSpec, Layout, cut, cut_again, deal
 from rainband.protocol.messages import Assign, Dataset, Join, Peer, Planned, Welcome
 
 EQUAL_DATA = "The samples must be equal on all workers: seed the random numbers that make them."
-OPEN_ENDED = 1 << 20  # epochs in the plan of custom loops without a number of epochs
+NO_DATA = Dataset("", 1, 1, 1)  # of custom loops that have not drawn a batch yet
 
 
 class Planning:
@@ -26,8 +26,8 @@ class Planning:
         state, settings = self.state, self.state.settings
         state.join = join
         # A custom loop describes its data at its first batch; until then there is one batch, which is leased to nobody.
-        data = Dataset("", 1, 1, 1) if join.custom_loop else _data_of(join)
-        state.plan = self._plan_for(join, data)
+        data = NO_DATA if join.custom_loop else _data_of(join)
+        state.plan = self._first_plan(join, data)
         blocks = self._cut(join.layout)
         dealt = deal(blocks, settings.num_servers) if settings.num_servers else ()
         owners = {block: server for server, mine in enumerate(dealt) for block in mine}
@@ -75,20 +75,32 @@ class Planning:
         restore = self.state.settings.restore
         if restore is None:
             return ""
-        plan = restore.plan
         if join.layout.digest() != restore.layout.digest():
             return _other_model(join.layout, restore.layout)
-        pairs: dict[str, tuple[object, object]] = {}
-        if not join.custom_loop:
-            pairs |= {
-                "the number of samples": (join.num_samples, plan.num_samples),
-                "the batch size": (join.batch_size, plan.batch_size),
-                "drop_last": (join.drop_last, plan.drop_last),
-            }
-            if not restore.force:
-                pairs["the data"] = (join.fingerprint, plan.fingerprint)
+        return "" if join.custom_loop else self.unlike_data(_data_of(join))
+
+    def unlike_data(self, data: Dataset) -> str:
+        """Return in what the data differs from that of the checkpoint; "" if it is the same."""
+        restore = self.state.settings.restore
+        if restore is None or (restore.plan.num_samples, restore.plan.fingerprint) == (NO_DATA.num_samples, ""):
+            return ""
+        plan = restore.plan
+        pairs: dict[str, tuple[object, object]] = {
+            "the number of samples": (data.num_samples, plan.num_samples),
+            "the batch size": (data.batch_size, plan.batch_size),
+            "drop_last": (data.drop_last, plan.drop_last),
+        }
+        if not restore.force and data.fingerprint and plan.fingerprint:  # one worker alone has nothing to compare
+            pairs["the data"] = (data.fingerprint, plan.fingerprint)
         differing = {what: sides for what, sides in pairs.items() if sides[0] != sides[1]}
         return "; ".join(f"{what} is {here}, there it was {there}" for what, (here, there) in differing.items())
+
+    def _first_plan(self, join: Join, data: Dataset) -> DataPlan:
+        """Return the plan; of a loop that continues, the one that its blocks have accepted batches of."""
+        restore = self.state.settings.restore
+        if restore is not None and join.custom_loop and not join.shares_batches:
+            return restore.plan
+        return self._plan_for(join, data)
 
     def _plan_for(self, join: Join, data: Dataset) -> DataPlan:
         restore = self.state.settings.restore

@@ -16,6 +16,7 @@ from functools import cached_property
 import msgspec
 
 MAX_PORTION_BATCHES = 64  # a portion's marks are one machine word
+OPEN_ENDED = 1 << 20  # epochs in the plan of custom loops without a number of epochs
 
 
 class DataPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: room for what is cached

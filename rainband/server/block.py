@@ -65,8 +65,12 @@ class Block:
         self.loaded = self.loaded or not load.part
 
     def replan(self, plan: DataPlan) -> None:
-        """Use another data plan; nothing was accepted yet."""
-        self.plan, self.accounting = plan, BlockAccounting(plan, self.accounting.staleness)
+        """Use another data plan; nothing was accepted yet, or it is the one of a checkpoint, of another length."""
+        self.plan = plan
+        if self.accounting.accepted_set.count:
+            self.accounting.replan(plan)
+        else:
+            self.accounting = BlockAccounting(plan, self.accounting.staleness)
 
     def change_rule(self, message: RuleChange) -> None:
         match message:

@@ -92,6 +92,11 @@ class BlockAccounting:
         for portion, reason, mask in saved.skipped:
             self._set(portion, reason, mask)
 
+    def replan(self, plan: DataPlan) -> None:
+        """Continue with a plan of the same portions."""
+        accepted = self.accepted_set
+        self.accepted_set = AcceptedSet.of_portions(plan, accepted.first_open, accepted.open)
+
     def forget_evaluation(self) -> None:
         """Begin an evaluation of a checkpoint again: what it had accepted does not count."""
         self.applied -= self.accepted_set.count - self.num_skipped.total()

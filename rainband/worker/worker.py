@@ -411,7 +411,8 @@ class LocalAccounting:
         """Note that batches are applied, or skipped for a reason."""
         self.client.stats.acked += 1
         if self.accepted_set.plan != self.client.plan:  # the plan was made after the first steps
-            self.accepted_set = AcceptedSet(self.client.plan)
+            accepted = self.accepted_set
+            self.accepted_set = AcceptedSet.of_portions(self.client.plan, accepted.first_open, accepted.open)
         if skip:
             self.skipped[self.reasons.bounded(skip)] += num_batches(name)
         else:

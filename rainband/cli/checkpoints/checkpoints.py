@@ -31,6 +31,7 @@ def command(
     from rainband.checkpoints.manifest import Manifest
     from rainband.checkpoints.read import Checkpoint, all_names
     from rainband.errors import BadCheckpoint
+    from rainband.protocol.data_plan import OPEN_ENDED
     from rainband.runtimes.checkpoints.choose import store_with
     from rainband.views.formatting import count, size, table
 
@@ -50,7 +51,8 @@ def command(
             manifest = checkpoint.manifest
             found.append(manifest)
             results = ", ".join(f"{key} {value:.4g}" for key, value in manifest.metrics.items())
-            known = manifest.plan.num_batches and not manifest.plan.coordinated
+            endless = manifest.plan.coordinated or manifest.plan.epochs >= OPEN_ENDED
+            known = manifest.plan.num_batches and not endless
             progress = f"{manifest.step / manifest.plan.num_batches:.0%}" if known else ""
             age = _age(manifest.created_at)
             rows.append((f"{manifest.step:,}", progress, size(manifest.num_bytes), age, results, checkpoint.place))

@@ -131,8 +131,6 @@ class Checkpoints:
 
     def _why_not(self) -> str:
         """Return why this run has no checkpoints; "" if it may have some."""
-        if self.state.is_custom_loop() and not self.state.shares_batches():
-            return "its custom training loop has its optimizer on servers"
         return self.impossible
 
     def _done(self) -> int:

@@ -27,8 +27,6 @@ def with_checkpoints(config: RunConfig, given: RunOptions, requires: Requirement
     """Return the configuration with the options of checkpoints."""
     stages = config.stage_plan.size if config.stage_plan else 1
     obstacle = requires.checkpoint_obstacle(stages)
-    if config.script and not requires.split_batches:
-        obstacle = "a custom training loop keeps its optimizer on servers then; use sync"
     if obstacle and (name := next((n for n in ("checkpoint_every", "checkpoints", "resume") if n in given), "")):
         raise OptionError(f"{opt(name, given[name])}: {config.strategy} has no checkpoints, because {obstacle}.")  # type: ignore[literal-required]
     place = given.get("checkpoints") or config.checkpoints

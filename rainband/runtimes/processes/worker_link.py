@@ -165,6 +165,13 @@ class WorkerLink:
 
         self.background.submit(write)
 
+    @property
+    def resume_from(self) -> str:
+        return self.config.resume_from
+
+    def finish_saving(self) -> None:
+        self.background.finish()
+
     def flush_output(self) -> None:
         flush_output()
 

@@ -41,6 +41,7 @@ from rainband.worker.worker import ModuleWorker, check_optimizer
 from rainband.worker.worker_model import ModuleModel, WorkerModel
 
 
+# size: it inherits the links of a worker, and what a loop asks of them
 class WorkerProcess(WorkerLink):
     """A worker that trains a task."""
 

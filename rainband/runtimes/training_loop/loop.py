@@ -25,15 +25,30 @@ from rainband.model.gradient import Gradient
 from rainband.model.optimizer_state import put_state, settings_of, spec_of, state_of
 from rainband.model.save import save_model, saving
 from rainband.protocol.accounting import NOT_FINITE
-from rainband.protocol.messages import Conclude, Dataset, LeaseEnd, Message, Paused, Peer, StopRequest, Welcome
+from rainband.protocol.messages import (
+    CheckpointRequest,
+    Conclude,
+    Dataset,
+    LeaseEnd,
+    Message,
+    Paused,
+    Peer,
+    StopRequest,
+    TakeSnapshot,
+    Welcome,
+)
 from rainband.protocol.optimizer_spec import changed_numbers, plain
 from rainband.protocol.ports import Port
+from rainband.protocol.saved_state import SavedBlock
+from rainband.runtimes.checkpoints.place import opened
 from rainband.runtimes.training_loop.batches import LoopBatches, described, fetched_ahead, loader
 from rainband.runtimes.training_loop.coroutine import LoopCoroutine, LoopParameters, LoopWorker
+from rainband.runtimes.training_loop.loop_state import LeasedLoopState
 from rainband.runtimes.training_loop.of_shared_batches import OfSharedBatches
 from rainband.runtimes.training_loop.optimizer_checks import check, following, print_warnings, takes_any_optimizer
 from rainband.runtimes.training_loop.passes import Passes
 from rainband.runtimes.training_loop.script_random import seed_by_rank
+from rainband.runtimes.training_loop.split.state import HasState
 from rainband.runtimes.training_loop.step_hooks import StepHooks, unwrapped
 from rainband.runtimes.training_loop.users_turn import LoopEnd
 from rainband.runtimes.training_loop.watches import NEVER_STEPPED_ON, GradientWatch, ParameterWatch
@@ -64,6 +79,15 @@ class Membership(Protocol):
 
     def wait(self, timeout_s: float | None = None) -> bool: ...
 
+    @property
+    def resume_from(self) -> str:
+        """Return the checkpoint from which the run continues; "" if it began anew."""
+
+    def save_state(self, snapshot: TakeSnapshot, state: object, block: SavedBlock | None, step: int = 0) -> None: ...
+
+    def finish_saving(self) -> None:
+        """Wait until what `save_state` got is written."""
+
 
 # size: users call half of its methods on `run`; the others share the state of the current step
 class TrainingLoop(OfSharedBatches):
@@ -88,6 +112,7 @@ class TrainingLoop(OfSharedBatches):
         pairs = zip(groups, self.settings, strict=True)
         self.flat = Flat(self.model, [{"params": group["params"], **settings} for group, settings in pairs])
         self.hooks = StepHooks(self.optimizers, self._step, lambda: self.skip(NOT_FINITE))
+        self.state = LeasedLoopState(self.model, self.flat, self.optimizers, self.served, self.member.save_state)
         self.member.connect()
         if self.rank == 0:
             print_warnings(self.strategy, self.num_workers)
@@ -124,7 +149,9 @@ class TrainingLoop(OfSharedBatches):
         self._settle_open_batches()
         if batches := self.drawn.take():
             self._skip(batches, NEVER_STEPPED_ON)
+        self.state.at_boundary()
         self.coroutine.finish()
+        self.member.finish_saving()
         self.member.left = True
 
     @property
@@ -196,6 +223,7 @@ class TrainingLoop(OfSharedBatches):
                         self.hooks.be_last()
                         self.gradients.note_draw()
                         self.parameters.note()
+                        self.state.begin_batch()
                         yield samples
                         self._check_stop()
                         self._refuse_an_earlier_pass(number)
@@ -218,6 +246,7 @@ class TrainingLoop(OfSharedBatches):
         """Settle open batches; in rounds, refuse to accumulate the gradients of several."""
         self._refuse_own_changes()
         self._settle_open_batches()
+        self.state.at_boundary()
         if self.rounds and self.drawn.unstepped:
             raise ValueError(
                 f"{self._name} requires one step per batch, and this batch had none: call run.skip() to leave "
@@ -416,6 +445,18 @@ class TrainingLoop(OfSharedBatches):
         if not self.planned:
             self._check_stop()
 
+    def register(self, *objects: HasState) -> None:
+        """Write the state of these (a scheduler, a GradScaler, averaged parameters) into checkpoints.
+
+        Every worker keeps the state of its own objects until the run continues from one.
+        """
+        self.state.register(objects)
+
+    def checkpoint(self) -> None:
+        """Write a checkpoint now, besides those of --checkpoint-every."""
+        if self.is_first:
+            self.member.tell(CheckpointRequest())
+
     @property
     def stopped(self) -> str | None:
         """Return why the run ends early: the reason given to run.stop(...), or "interrupted"; None if it does not."""
@@ -485,7 +526,12 @@ class LoopModel(WorkerModel[LoopWorker]):
     def worker(self, index: int, client: Client) -> LoopWorker:
         loop = self.loop
         params = LoopParameters(client, lambda: [settings["lr"] for settings in loop.settings])
-        return LoopWorker(index, loop.num_workers, client, params, loop._step_now, loop.strategy)
+        worker = LoopWorker(index, loop.num_workers, client, params, loop._step_now, loop.strategy)
+        loop.state.accounting = worker.accounting
+        if loop.member.resume_from:
+            loop.state.restore(opened(loop.member.resume_from))
+        loop.member.session.snapshots = loop.state
+        return worker
 
     async def ended(self, worker: LoopWorker) -> None:
         await LoopEnd()

@@ -54,9 +54,6 @@ class OfSharedBatches:
         """Return a context without effect: gradients are pushed at each step, however many backward() it has."""
         return nullcontext()
 
-    def register(self, *objects: object) -> None:
-        """Do nothing: every worker keeps the state of its own objects."""
-
     def part(self, batch: Any) -> NoReturn:
         """Raise ValueError: workers have batches of their own."""
         self._refuse("run.part(...): workers have batches of their own")

@@ -52,13 +52,7 @@ class LoopState:
     def register(self, objects: Sequence[HasState]) -> None:
         """Add objects to the state; raise ValueError for one without a state."""
         for given in objects:
-            if not callable(getattr(given, "state_dict", None)) or not callable(
-                getattr(given, "load_state_dict", None)
-            ):
-                raise ValueError(
-                    f"run.register needs objects with state_dict and load_state_dict, and {type(given).__name__} has "
-                    "none: register the scheduler, the GradScaler or the averaged model itself."
-                )
+            check_has_state(given)
             self.registered.append(given)
 
     def collect(self) -> Any:
@@ -135,6 +129,15 @@ class LoopState:
         self.tensors.look()
         changed, self.tensors.changed_by_loop = self.tensors.changed_by_loop, False
         return changed
+
+
+def check_has_state(given: HasState) -> None:
+    """Raise ValueError if an object has no state."""
+    if not callable(getattr(given, "state_dict", None)) or not callable(getattr(given, "load_state_dict", None)):
+        raise ValueError(
+            f"run.register needs objects with state_dict and load_state_dict, and {type(given).__name__} has "
+            "none: register the scheduler, the GradScaler or the averaged model itself."
+        )
 
 
 def _put_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
