@@ -196,6 +196,14 @@ class StageOptions(TypedDict, total=False):
             min=1,
         ),
     ]
+    split: Annotated[
+        list[str] | None,
+        Option(
+            "Split a layer into shards on workers of their own: fc1=2, fc1=rows:2, mlp=pair:2 or conv=2x2; may be "
+            "repeated, and combined with --stages.",
+            "LAYER=HOW",
+        ),
+    ]
     placement: Annotated[
         str | Path | None, Option("Split the model according to this file of rainband placement.", "FILE")
     ]

@@ -13,8 +13,8 @@ This file does not import torch, so that `rainband --help` stays fast.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self
 
 import msgspec
@@ -52,6 +52,7 @@ class Requirements:
         False  # each worker has a model in that memory, and averages it with another's (`params.average_with`)
     )
     split_batches: bool = False  # workers share each batch (`worker.parts`, `worker.mean`)
+    in_stages: Mapping[str, Any] = field(default_factory=dict)  # settings that make the same updates with stages
     algorithm: str = ""  # of the all-reduce by which workers that share batches average; empty: each reads all others
     local_steps: bool = False  # workers train models of their own, and average them in rounds (`worker.models`)
     whole_model: bool = False  # a worker must hold the whole model: no stages

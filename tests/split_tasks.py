@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from rainband.model.layers import LocallyConnected2d
 from rainband.model_parallel.graph.cut import cut
 from rainband.model_parallel.graph.split_linear import AsPair, ByColumns, ByRows
-from rainband.model_parallel.graph.tiles import Tiled, tile_of
+from rainband.model_parallel.graph.tiles import Tiled
+from rainband.model_parallel.placement.pieces import tile_of
 from rainband.model_parallel.placement.stage_plan import StagePlan
 from rainband.tasks.task import TensorData
 from tests.stage_tasks import Shaped, planned
@@ -77,3 +78,35 @@ def plan_of(name: str) -> StagePlan:
 
     units = cut(task.model(), task.data().batch(range(2))).units
     return planned(task, {unit: piece(unit) for unit in units}, kind="partition")
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+def net() -> nn.Module:
+    layers = [nn.Conv2d(1, 2, 3, padding=1), nn.ReLU(), nn.Conv2d(2, 2, 3, padding=1), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(16, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+WHOLE: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "net": net}
+
+
+@dataclass(frozen=True)
+class Unsplit(InPieces):
+    """A model that is split by name."""
+
+    name: str = "mlp"
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        model = WHOLE[self.name]().double()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.randint(-1, 2, parameter.shape))
+        return model
+
+    def data(self) -> TensorData:
+        torch.manual_seed(1)
+        shape = (1, 4, 8) if self.name == "net" else (4,)
+        return TensorData(torch.randint(-2, 3, (self.samples, *shape)).double())

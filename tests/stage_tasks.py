@@ -107,7 +107,7 @@ def worker_of(
     model = build_model(task)
     submodel = Submodel(task, model, task.data(), plan, rank)
     flat = submodel.flat(parameter_groups(task, model))
-    client = Client(Peer("worker", rank), data_plan(task), flat, (), (), (), tell, submodel.machine)
+    client = Client(Peer("worker", rank), data_plan(task), flat, (), (), (), tell, submodel.rank)
     links = ReplicaLinks(MemoryPeers(network, rank), rank, plan.size)
     return StageWorker(rank, 1, task, task.data(), submodel, client, links)
 

@@ -17,7 +17,8 @@ from rainband.model_parallel.graph.split import Columns, How, LayerPair, Rows, T
 from rainband.model_parallel.graph.split_linear import AsPair, ByColumns, ByRows
 from rainband.model_parallel.graph.tiles import Tiled
 from rainband.model_parallel.placement.measure import measure
-from rainband.model_parallel.placement.partitioners import piece_of, split_layers
+from rainband.model_parallel.placement.partitioners import split_layers
+from rainband.model_parallel.placement.pieces import piece_of
 from rainband.model_parallel.placement.placement import load
 from rainband.model_parallel.placement.profile import Resources
 from tests.pipeline_models import one_thread  # noqa: F401 (a fixture for all)

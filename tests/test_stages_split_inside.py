@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from rainband.model_parallel.execution.in_process import MemoryNetwork, run_together
 from rainband.model_parallel.graph.cut import cut
-from rainband.model_parallel.placement.partitioners import piece_of
+from rainband.model_parallel.placement.pieces import piece_of
 from rainband.model_parallel.placement.placement import PlacedStage, Placement
 from rainband.model_parallel.placement.stage_plan import StagePlan
 from rainband.strategies.pipedream import Pipedream
@@ -63,9 +63,7 @@ def test_a_split_layer_inside_a_stage_has_the_gradient_of_one_process(
     assert len(holders) == (2 if name == "convolutions" else 3)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in MODELS if name != "convolutions"]
-)  # tiles share a parameter: refused
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("how", [{}, {"vertical_sync": True}, {"pipedream_2bw": True}, {"recompute": True}])
 def test_a_pipeline_that_is_never_flushed_may_have_split_layers(name: str, how: dict[str, bool]) -> None:
     """The same stages without a split: what a stage computes with is one version, however many machines have it."""

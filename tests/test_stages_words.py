@@ -33,7 +33,11 @@ def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "strategy, options, told",
     [
-        ("sync", {"stages": 2}, "omit --stages, or add batch_per_worker=true to sync"),
+        (
+            "all_reduce",
+            {"stages": 2},
+            "omit --stages, or choose sync, whose workers share each batch within the stages",
+        ),
         (
             "downpour",
             {"workers": 3, "stages": 2},
@@ -57,7 +61,7 @@ def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
         ("hogwild", {"stages": 2}, "hogwild requires the whole model on each worker"),
         ("averaging", {"stages": 2}, "averaging requires the whole model on each worker"),
         ("pipedream", {}, "pipedream is a pipeline of stages: use --stages 2"),
-        ("single", {"workers": 4, "stages": 2}, "single runs one replica of the model, on 2 workers: omit --workers 4"),
+        ("single", {"workers": 5, "stages": 2}, "single runs one replica of the model, on 2 workers: omit --workers 5"),
         ("pipedream", {"servers": 1, "stages": 2}, "pipedream has no servers: omit --servers 1"),
     ],
 )
@@ -207,17 +211,15 @@ def test_fit_refuses_the_same(options: dict[str, Any], told: str) -> None:
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_replicas_of_stages_are_for_pipedream_and_partitions_are_not(tmp_path: Path) -> None:
+def test_replicas_of_stages_are_for_all_but_2bw_and_partitions_are_not_for_pipedream(tmp_path: Path) -> None:
     stages = (PlacedStage((0, 1), ("a",)), PlacedStage((2,), ("b",)))
     replicated = Placement(model="m", kind="pipeline", partitioner="hand", num_machines=3, stages=stages)
     save(replicated, tmp_path / "replicated.json")
     save(msgspec.structs.replace(replicated, kind="partition"), tmp_path / "partition.json")
     placed: RunOptions = {"placement": tmp_path / "replicated.json"}
-    assert "several machines (2, 1), which only pipedream supports" in refused(
-        ["sync", "batch_per_worker=true"], placed
-    )
-    with pytest.raises(TypeError):  # all is well up to measuring
-        configured(["digits", "pipedream"], {"runtime": "sim", **placed})
+    for strategy in ("sync", "downpour", "pipedream"):
+        with pytest.raises(TypeError):  # all is well up to measuring
+            configured(["digits", strategy], {"runtime": "sim", **placed})
     told = refused(["pipedream", "pipedream_2bw=yes"], placed)
     assert "one worker per stage, and the placement has (2, 1): omit pipedream_2bw" in told
     told = refused(["pipedream"], {"placement": tmp_path / "partition.json"})

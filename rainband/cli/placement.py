@@ -17,12 +17,14 @@ from rainband.cli.report_errors import report_errors
 from rainband.options import PLACEMENT_HINT, Option, OptionError, declared, opt, reading
 
 if TYPE_CHECKING:
+    from rainband.model_parallel.placement.hybrid import LayerChoice
     from rainband.model_parallel.placement.partitioners import Partitioner
     from rainband.model_parallel.placement.placement import Placement
     from rainband.model_parallel.placement.profile import Profile, Resources
     from rainband.model_parallel.schedules.forecast import Played
 
 ALL = "all"  # every schedule
+HYBRID = "hybrid"  # the partitioner that also splits layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +64,11 @@ class PlanOptions:
     partitioner: Annotated[
         str | None,
         Option(
-            "Algorithm that assigns model units to machines: balanced, interleaved, one_machine_per_stage, pipedream, "
-            "split_layers, or module:function.",
+            "Algorithm that assigns model units to machines: balanced, hybrid (data parallel where values are large, "
+            "model parallel where weights are), interleaved, one_machine_per_stage, pipedream, split_layers, or "
+            "module:function.",
             "NAME",
-            "that of the schedule, or pipedream",
+            "that of the schedule, pipedream, or with --split split_layers",
         ),
     ] = None
     placement: Annotated[Path | None, Option("Evaluate this placement, edited by hand, instead.", "FILE")] = None
@@ -120,8 +123,10 @@ def command(
     """
     import msgspec
 
+    from rainband.model_parallel.placement.hybrid import explained
     from rainband.model_parallel.placement.partitioners import make_plan
     from rainband.model_parallel.placement.placement import check_file_name, load, save
+    from rainband.model_parallel.placement.split_words import splits_of
     from rainband.model_parallel.schedules.forecast import check_schedule, every_schedule, played
     from rainband.plugins import search_current_folder
 
@@ -140,8 +145,13 @@ def command(
         if options.draw is not None:
             _check_picture(options.draw)
         resources = _resources(options, edited.num_machines if edited else options.machines)
-        profile = _profile(task, settings or [], options)
-        plan = make_plan(planner, profile, resources)
+        splits = edited.splits if edited is not None else splits_of(options.split or ())
+        profile = _profile(task, settings or [], options, splits)
+        choices: list[LayerChoice] = []
+        if options.partitioner == HYBRID and edited is None:
+            choices, profile, plan = _hybrid(task, settings or [], options, profile, resources)
+        else:
+            plan = msgspec.structs.replace(make_plan(planner, profile, resources), splits=splits)
         play, compared = None, None
         if schedule == ALL:
             compared = every_schedule(profile, resources, options.microbatches, options.stages_per_worker)
@@ -154,6 +164,7 @@ def command(
         typer.echo(msgspec.json.encode(plan).decode())
         return
     _print(plan, profile, resources, play, compared)
+    print_lines([*explained(choices), ""] if choices else [])
     for path in [*([out] if out else []), *drawn]:
         typer.echo(f"written to {path}")
 
@@ -163,10 +174,18 @@ def _planner(edited: Placement | None, options: PlacementOptions) -> Partitioner
 
     from rainband.model_parallel.placement.partitioners import find_partitioner
     from rainband.model_parallel.placement.pipedream_planner import interleaved
+    from rainband.model_parallel.placement.split_words import most_ways, splits_of
+    from rainband.model_parallel.placement.wide_stages import wide_stages
     from rainband.model_parallel.schedules.forecast import partitioner_for
 
     if edited is not None:
         return lambda profile, resources: edited
+    if options.partitioner == HYBRID:
+        return lambda profile, resources: wide_stages(profile, 1, resources.num_machines, {}, resources)
+    if options.split and options.partitioner is None and options.schedule is None:
+        if options.machines % most_ways(splits := splits_of(options.split)):
+            return find_partitioner("split_layers")
+        return lambda profile, resources: wide_stages(profile, 1, resources.num_machines, splits, resources)
     if options.partitioner:
         planner = find_partitioner(options.partitioner)
     else:
@@ -194,26 +213,52 @@ def _resources(options: PlacementOptions, machines: int) -> Resources:
     return Resources(num_machines=machines, memory_bytes=int(options.memory * 1e6), network=network)
 
 
-def _profile(name: str, settings: Sequence[str], options: PlacementOptions) -> Profile:
+def _hybrid(
+    name: str, settings: Sequence[str], options: PlacementOptions, profile: Profile, resources: Resources
+) -> tuple[list[LayerChoice], Profile, Placement]:
+    """Choose data or model parallelism for each layer, and measure the model again with its layers split."""
+    from rainband.model_parallel.placement.hybrid import choose, has_data_parallel_stage
+    from rainband.model_parallel.placement.placement import check
+    from rainband.model_parallel.placement.wide_stages import data_then_model_parallel, wide_stages
+
+    if options.split:
+        raise OptionError(f"the partitioner hybrid chooses which layers to split: omit {opt('split')}.")
+    machines = resources.num_machines
+    choices = choose(profile, max(2, machines // 2))
+    two = has_data_parallel_stage(choices)
+    if two and (machines < 4 or machines % 2):
+        raise OptionError(
+            f"{opt('machines', machines)}: {name} makes two stages of two or more machines each: use "
+            f"{opt('machines', max(4, machines + 1))}, for example."
+        )
+    width = machines // 2 if two else machines
+    choices = choose(profile, width)
+    splits = {choice.unit.layer: str(choice.ways) for choice in choices if choice.ways > 1}
+    profile = _profile(name, settings, options, splits)
+    if two and splits:
+        plan = data_then_model_parallel(profile, width, splits, resources)
+    else:
+        plan = wide_stages(profile, 1, machines, splits, resources)
+    check(plan, profile, resources)
+    return choices, profile, plan
+
+
+def _profile(name: str, settings: Sequence[str], options: PlacementOptions, splits: dict[str, str]) -> Profile:
     import torch
 
-    from rainband.model_parallel.graph.split import read_split
-    from rainband.model_parallel.graph.split import split as split_model
-    from rainband.model_parallel.graph.split_loss import build_model, cut_task, inputs_of
+    from rainband.model_parallel.graph.split_loss import build_model, cut_task, split_layers
     from rainband.model_parallel.placement.measure import measure
     from rainband.settings import parse_pairs
     from rainband.tasks.load import load_task
 
     pairs = {key.removeprefix("task."): value for key, value in parse_pairs(settings).items()}
-    splits = dict(map(read_split, options.split or ()))
     task = load_task(name, pairs)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     model, data = build_model(task), task.data()
     size = options.batch_size or task.batch_size
     with _quiet():
-        if splits:
-            split_model(model, splits, *inputs_of(task, data.batch(range(min(2, len(data))))))
+        split_layers(task, model, data, splits)
         cut, args, kwargs = cut_task(task, model, data, size)
     if any(parameter.is_meta for parameter in model.parameters()):
         typer.echo("the model is built without values: its times are those of its multiplications, at 10 G/s", err=True)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 from rainband.errors import NotSaved, RainbandError
+from rainband.model.whole_tensors import WholeTensor, write_whole
 from rainband.protocol.layout import BlockSpec, Layout
 
 
@@ -48,31 +48,73 @@ def save_part(tensors: Mapping[str, Tensor], path: str, part: int) -> str:
     return beside
 
 
-def join_parts(parts: Sequence[Path], path: str) -> None:
-    """Merge the submodels into one file, in chunks of 1 MiB, and remove them."""
+class _SavedTensor(NamedTuple):
+    """A tensor in the file of a submodel."""
+
+    file: Path
+    begin: int  # in bytes
+    size: int
+    entry: dict[str, Any]  # of the file's header
+
+
+def join_parts(parts: Sequence[Path], path: str, whole: Sequence[WholeTensor] = ()) -> None:
+    """Merge the submodels into one file, in chunks of 1 MiB, and remove them.
+
+    `whole`: tensors of which the submodels have shards.
+    """
     if not path:
         return
+    saved = {name: tensor for part in parts for name, tensor in _tensors_of(part)}
+    shards = {shard.name for one in whole for shard in one.shards}
+    copied = {name: tensor for name, tensor in saved.items() if name not in shards}
     header: dict[str, dict[str, Any]] = {}
-    bodies: list[tuple[Path, int, int]] = []  # file, offset and size of its tensors
     end = 0
-    for part in parts:
-        length, described = _header_of(part)
-        size = part.stat().st_size - length
-        for name, entry in described.items():
-            first, last = entry["data_offsets"]
-            header[name] = {**entry, "data_offsets": [first + end, last + end]}
-        bodies.append((part, length, size))
-        end += size
+    for name, tensor in copied.items():
+        header[name] = {**tensor.entry, "data_offsets": [end, end + tensor.size]}
+        end += tensor.size
+    for one in whole:
+        of_shards = [saved[shard.name] for shard in one.shards]
+        begin, end = end, end + sum(shard.size for shard in of_shards)
+        header[one.name] = {**of_shards[0].entry, "shape": list(one.shape), "data_offsets": [begin, end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)  # tensors begin at multiples of eight
-    with _replacing(path) as beside, beside.open("wb") as out:
-        out.write(len(encoded).to_bytes(8, "little") + encoded)
-        for part, length, _ in bodies:
-            with part.open("rb") as source:
-                source.seek(length)
-                shutil.copyfileobj(source, out, 1 << 20)
+    with _replacing(path) as beside:
+        with beside.open("wb") as out:
+            out.write(len(encoded).to_bytes(8, "little") + encoded)
+            for tensor in copied.values():
+                _copy_into(out, tensor)
+            out.truncate(8 + len(encoded) + end)
+        for one in whole:
+            begin = 8 + len(encoded) + header[one.name]["data_offsets"][0]
+            _write_shards(beside, begin, one, saved)
     for part in parts:
         part.unlink()
+
+
+def _tensors_of(part: Path) -> Iterator[tuple[str, _SavedTensor]]:
+    length, described = _header_of(part)
+    for name, entry in described.items():
+        first, last = entry["data_offsets"]
+        yield name, _SavedTensor(part, length + first, last - first, entry)
+
+
+def _copy_into(out: IO[bytes], tensor: _SavedTensor) -> None:
+    with tensor.file.open("rb") as source:
+        source.seek(tensor.begin)
+        left = tensor.size
+        while left:
+            chunk = source.read(min(left, 1 << 20))
+            out.write(chunk)
+            left -= len(chunk)
+
+
+def _write_shards(path: Path, begin: int, one: WholeTensor, saved: Mapping[str, _SavedTensor]) -> None:
+    def shard(name: str) -> Tensor:
+        with safetensors.safe_open(str(saved[name].file), framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+            return tensor
+
+    write_whole(path, begin, one, shard(one.shards[0].name).dtype, shard)
 
 
 def save_blocks(layout: Layout, blocks: Sequence[BlockSpec], values: Mapping[int, bytes | Tensor], path: str) -> None:

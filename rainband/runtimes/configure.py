@@ -5,19 +5,19 @@ Torch is not imported for this, except to split a model into stages, or to try a
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Any, get_origin
 
 import msgspec
 
 from rainband.errors import did_you_mean
-from rainband.model_parallel.placement.placement import Placement, is_interleaved
+from rainband.model_parallel.placement.placement import Placement
 from rainband.model_parallel.placement.placement import load as load_placement
-from rainband.model_parallel.placement.stage_plan import Flushing, StagePlan, workers_of
 from rainband.optimizer_settings import OptimizerSettings
 from rainband.options import (
     FAULTS_HINT,
@@ -39,7 +39,8 @@ from rainband.runtimes.machines.addresses import check_machines
 from rainband.runtimes.simulation.models.cluster_model import compute_model, load_model
 from rainband.runtimes.simulation.models.faults import check_nodes
 from rainband.runtimes.simulation.models.faults import parse as parse_faults
-from rainband.runtimes.stage_plan import PipelineOptions, make_stage_plan
+from rainband.runtimes.stage_options import PIPELINE_OPTIONS, check_stages, replica_size, stage_lines, typed_splits
+from rainband.runtimes.stage_plan import PipelineOptions, WideStages, make_stage_plan
 from rainband.strategy import Requirements, ServerPart, Strategy
 from rainband.tasks.load import task_names
 from rainband.tasks.source import check_values as check_task_values
@@ -65,11 +66,11 @@ OPTION_TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
     Duration: ((str, Real), 'seconds, or text such as "5m"'),
     Path: ((str, Path), "the path of a file or folder"),
     Mapping: ((Mapping,), "a dictionary, such as"),
+    list: ((list, tuple), 'a list, such as ["fc1=2"]'),
 }
 DICTIONARIES = {"compute": "dict(step_s=0.05)", "runtime_env": 'dict(pip=["timm"])'}  # examples
 RESOURCES = "dict(CPU=2, GPU=1)"
 ELEMENT_WISE = ("sgd", "adam", "adagrad")  # examples
-PIPELINE_OPTIONS = ("microbatches", "schedule", "stages_per_worker")
 
 
 def configure(
@@ -83,8 +84,9 @@ def configure(
     given = given_options(options)
     merged: RunOptions = {**_options_of(base, given), **given}  # type: ignore[typeddict-item]
     placement = _placement(base, merged)
+    base, strategy = _as_one_replica(base, strategy, merged, placement)
     resolved = resolve(merged, base.strategy, strategy.requires, placement, base)
-    size = replica_size(resolved, placement)
+    size = replica_size(resolved, placement, strategy.requires)
     sim = _sim_settings(base, resolved)
     if resolved.get("runtime") == "sim":
         _check_faults(sim.faults, resolved, base.strategy, strategy.requires, size)
@@ -103,7 +105,7 @@ def configure(
         **{name: value for name, value in resolved.items() if name in PLAIN_FIELDS},
     )
     _check_unused(given, merged, base.strategy, strategy.requires, size)
-    known = base.stage_plan is not None and not _any(given, "stages", "placement", *PIPELINE_OPTIONS)
+    known = base.stage_plan is not None and not _any(given, "stages", "split", "placement", *PIPELINE_OPTIONS)
     if make_task is not None and size > 1 and not known:
         config = _in_stages(config, make_task, resolved, placement, size, say)
     return with_checkpoints(config, given, strategy.requires, say)
@@ -119,6 +121,8 @@ def _in_stages(
 ) -> RunConfig:
     """Split the model into stages, which is measured for this."""
     simulated = config.runtime == "sim"
+    stages, splits = resolved.get("stages") or 1, typed_splits(resolved)
+    wide = WideStages(stages, splits) if placement is None and (splits or size > stages) else None
     how = "counting the multiplications of" if simulated else "measuring"
     say(f"{how} {config.task} to split it into stages for {size} workers ...")
     stage_plan = make_stage_plan(
@@ -127,11 +131,11 @@ def _in_stages(
         size,
         plan=placement,
         batch_size=config.batch_size,
-        flow=PipelineOptions(*(resolved.get(name) for name in PIPELINE_OPTIONS)),  # type: ignore[arg-type]
+        flow=PipelineOptions(*(resolved.get(name) for name in PIPELINE_OPTIONS))._replace(wide=wide),  # type: ignore[arg-type]
         seed=config.seed,
         threads=None if simulated else config.threads,
     )
-    for line in _stage_lines(stage_plan):
+    for line in stage_lines(stage_plan):
         say(line)
     return msgspec.structs.replace(config, stage_plan=stage_plan)
 
@@ -215,8 +219,8 @@ def resolve(
             f"{name} counts iterations, and uses the data as often as they need: "
             f"set iterations={options['epochs']} instead of {opt('epochs')}."
         )
-    _check_stages(options, name, requires, placement)
-    size = replica_size(options, placement)
+    check_stages(options, name, requires, placement)
+    size = replica_size(options, placement, requires)
     usual = (WORKERS, SERVERS) if base is None else (base.num_workers, base.num_servers)
     workers = _workers(options, name, requires, size, usual[0])
     servers = _servers(options, name, requires, usual[1])
@@ -250,9 +254,15 @@ def _check_optimizer(name: str, strategy: Strategy, num_replicas: int) -> None:
         )
 
 
-def replica_size(options: RunOptions, placement: Placement | None) -> int:
-    """Return the number of workers of one replica of the model."""
-    return sum(workers_of(placement)) if placement is not None else options.get("stages") or 1
+def _as_one_replica(
+    base: RunConfig, strategy: Strategy, options: RunOptions, placement: Placement | None
+) -> tuple[RunConfig, Strategy]:
+    """Return the strategy that makes the same updates with stages, if workers would share each batch without them."""
+    settings = strategy.requires.in_stages
+    if not settings or (placement is None and not _any(options, "stages", "split")):
+        return base, strategy
+    made = dataclasses.replace(strategy, **settings)  # type: ignore[type-var]
+    return msgspec.structs.replace(base, strategy_settings={**base.strategy_settings, **settings}), made
 
 
 def check_custom_loop(name: str, requires: Requirements) -> None:
@@ -279,7 +289,8 @@ def _workers(options: RunOptions, name: str, requires: Requirements, size: int, 
     most = None if requires.max_replicas is None else requires.max_replicas * size
     workers = options.get("workers")
     if workers is None:
-        workers = min(most or usual, max(1, usual // size) * size)
+        workers = max(1, usual // size) * size
+        workers = workers if most is None else min(most, workers)
     joining = max(workers, options.get("min_workers") or 0) if "listen" in options and size > 1 else workers
     if most is not None and joining != most:
         if "listen" in options and size > 1:
@@ -306,8 +317,9 @@ def _check_whole_replicas(options: RunOptions, workers: int, size: int) -> None:
         hint = ""
         if "listen" in options and name == "workers":
             hint = f", or {opt('min_workers', right + size * (right < number))} if other machines bring the rest"
+        whole = opt("stages", size) if size == options.get("stages") else f"{size}, the workers of one replica"
         raise OptionError(
-            f"{opt(name, number)} is not a multiple of {opt('stages', size)}: use {opt(name, right)} or "
+            f"{opt(name, number)} is not a multiple of {whole}: use {opt(name, right)} or "
             f"{opt(name, right + size)}{hint}."
         )
 
@@ -428,120 +440,6 @@ def _placement(base: RunConfig, options: RunOptions) -> Placement | None:
         with reading("placement", file, PLACEMENT_HINT):
             return load_placement(Path(file))
     return base.stage_plan.plan if base.stage_plan is not None and "stages" not in options else None
-
-
-def _check_stages(options: RunOptions, name: str, requires: Requirements, placement: Placement | None) -> None:
-    """Raise if the model cannot be split, or its batches scheduled, in this way."""
-    stages, size = options.get("stages"), replica_size(options, placement)
-    if placement is not None and stages is not None and stages != (number := len(workers_of(placement))):
-        raise OptionError(f"{options.get('placement')} has {number} stages, not {stages}: omit {opt('stages')}.")
-    if size == 1:
-        if requires.stages is not None:
-            raise OptionError(f"{name} is a pipeline of stages: use {opt('stages', 2)}, for example.")
-        for given in PIPELINE_OPTIONS:
-            if given in options:
-                raise OptionError(f"{opt(given)} is for a model in several stages: also use {opt('stages', 2)}.")
-        return
-    if requires.split_batches:
-        raise OptionError(
-            f"{name} divides each batch among workers that have the whole model: omit {opt('stages')}, or add "
-            f"batch_per_worker=true to {name}, where each replica of the model computes a batch of its own."
-        )
-    if requires.whole_model:
-        raise OptionError(f"{name} requires the whole model on each worker: omit {opt('stages')}, or choose downpour.")
-    if placement is not None:
-        _check_placement(name, requires, placement)
-    _check_schedule(options, name, requires)
-    if placement is not None:
-        _check_schedule_of_placement(options, placement)
-    microbatches = options.get("microbatches")
-    if microbatches and microbatches % size and (_interleaves(options) or (placement and is_interleaved(placement))):
-        raise OptionError(
-            f"{opt('microbatches', microbatches)}: with interleaved it must be a multiple of {size}, the number of "
-            f"workers of one replica of the model. Use {opt('microbatches', -(-microbatches // size) * size)}."
-        )
-    if requires.stages is not None:
-        from rainband.model_parallel.schedules.version_rule import check_stage_versions
-
-        check_stage_versions(requires.stages, placement.replicas() if placement is not None else [1] * size)
-
-
-def _interleaves(options: RunOptions) -> bool:
-    return options.get("schedule") == "interleaved" or "stages_per_worker" in options
-
-
-def _check_placement(name: str, requires: Requirements, placement: Placement) -> None:
-    if requires.stages is not None:
-        if placement.kind != "pipeline":
-            raise OptionError(
-                f"{name} is a pipeline, and the placement is a partition: "
-                "use rainband placement --partitioner pipedream."
-            )
-        if is_interleaved(placement):
-            raise OptionError(
-                f"the placement has several stages on a machine, and {name} has one on each: use "
-                "rainband placement --partitioner pipedream, or train with sync batch_per_worker=true."
-            )
-    elif max(placement.replicas()) > 1:
-        raise OptionError(
-            f"the placement has stages on several machines {placement.replicas()}, which only pipedream supports: "
-            "use rainband placement --partitioner one_machine_per_stage, and more "
-            f"{opt('workers')} for more replicas of the whole model."
-        )
-
-
-def _check_schedule(options: RunOptions, name: str, requires: Requirements) -> None:
-    schedule = options.get("schedule")
-    if schedule == "pipedream_2bw":
-        raise OptionError(
-            f"pipedream_2bw is never flushed: use pipedream pipedream_2bw=yes, and omit {opt('schedule')}."
-        )
-    if requires.stages is not None and _any(options, *PIPELINE_OPTIONS):
-        raise OptionError(
-            f"{name} has its own schedule: omit {opt('microbatches')}, {opt('schedule')} and "
-            f"{opt('stages_per_worker')}."
-        )
-    if schedule not in (None, *(known := get_args(Flushing))):
-        raise OptionError(
-            f"no schedule named '{schedule}'{did_you_mean(schedule or '', known)}: choose from {', '.join(known)}."
-        )
-    if "stages_per_worker" in options and schedule not in (None, "interleaved"):
-        raise OptionError(
-            f"{opt('stages_per_worker')} requires {opt('schedule', 'interleaved')}, and the schedule is {schedule}: "
-            "omit one of them."
-        )
-
-
-def _check_schedule_of_placement(options: RunOptions, placement: Placement) -> None:
-    schedule, each = options.get("schedule"), options.get("stages_per_worker")
-    if placement.kind == "partition" and (schedule or each):
-        raise OptionError(f"a schedule is for a pipeline, and the placement is a partition: omit {opt('schedule')}.")
-    if not is_interleaved(placement):
-        if _interleaves(options):
-            raise OptionError(
-                f"the placement has one stage on each machine, and interleaved needs several: omit "
-                f"{opt('placement')}, or use rainband placement --schedule interleaved."
-            )
-        return
-    if schedule not in (None, "interleaved"):
-        raise OptionError(
-            f"the placement has several stages on a machine, which only interleaved supports, not {schedule}: omit "
-            f"{opt('schedule')}."
-        )
-    number = len(placement.stages) // len(workers_of(placement))
-    if each not in (None, number):
-        raise OptionError(
-            f"the placement has {number} stages on each machine, not {each}: omit {opt('stages_per_worker')}."
-        )
-
-
-def _stage_lines(stage_plan: StagePlan) -> Iterator[str]:
-    for number, stage in enumerate(stage_plan.plan.stages):
-        units = ", ".join(stage.units[:6]) + (f" and {len(stage.units) - 6} more" if len(stage.units) > 6 else "")
-        where = f" (replicated on {len(stage.machines)} workers)" if len(stage.machines) > 1 else ""
-        if stage_plan.stages_per_worker > 1:
-            where = f" (on worker {number % len(stage_plan.workers)})"
-        yield f"  stage {number}{where}: {units}"
 
 
 def check_task(name: str, settings: Mapping[str, Any]) -> None:

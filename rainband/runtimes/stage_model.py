@@ -30,7 +30,7 @@ class StageModel(WorkerModel[StageWorker]):
 
     def __init__(self, task: Task, data: Data, submodel: Submodel, num_replicas: int) -> None:
         self.task, self.data, self.submodel = task, data, submodel
-        self.part = submodel.machine
+        self.part = submodel.rank
         self.num_replicas = num_replicas
         self.flat = submodel.flat(parameter_groups(task, submodel.model))
         self.leader_is_lost = False

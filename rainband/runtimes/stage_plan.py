@@ -21,12 +21,20 @@ MICROS_PER_STAGE = 2  # default: less than a third of the time is idle
 STAGES_PER_WORKER = 2  # default of the schedule interleaved
 
 
+class WideStages(NamedTuple):
+    """Stages of which each has several workers, and the layers that are split among them."""
+
+    stages: int
+    splits: dict[str, str]
+
+
 class PipelineOptions(NamedTuple):
     """The options of batches in stages; None: not given."""
 
     microbatches: int | None = None
     schedule: str | None = None
     stages_per_worker: int | None = None
+    wide: WideStages | None = None  # several workers have each stage
 
     @property
     def interleaves(self) -> bool:
@@ -56,19 +64,24 @@ def make_stage_plan(
     """
     import torch
 
-    from rainband.model_parallel.graph.split_loss import build_model, cut_task, measure_samples
+    from rainband.model_parallel.graph.split_loss import build_model, cut_task, measure_samples, split_layers
     from rainband.model_parallel.placement.partitioners import make_plan
     from rainband.model_parallel.placement.placement import check
     from rainband.model_parallel.placement.profile import Resources
+    from rainband.model_parallel.placement.wide_stages import wide_stages
 
+    wide = flow.wide
     torch.manual_seed(seed)
     size = batch_size or task.batch_size
     model = build_model(task)
     data = task.data()
+    split_layers(task, model, data, plan.splits if plan is not None else wide.splits if wide is not None else {})
     graph, _, _ = cut_task(task, model, data, size)
     _check_repeatable(task, model, data)
     profile = measure_samples(task, graph, data, size, name, threads)
-    if plan is None:
+    if plan is None and wide is not None:
+        plan = wide_stages(profile, wide.stages, stages // wide.stages, wide.splits)
+    elif plan is None:
         plan = make_plan(_planner(profile, stages, flow), profile, Resources(num_machines=stages))
     else:
         check(plan, profile)
@@ -121,6 +134,8 @@ def _planner(profile: Profile, workers: int, flow: PipelineOptions) -> Partition
 def usual_microbatches(plan: Placement, batch_size: int) -> int:
     if plan.kind == "partition":
         return 1
-    workers = len(workers_of(plan))
-    usual = max(1, min(batch_size, MICROS_PER_STAGE * workers))
-    return max(1, usual // workers) * workers if is_interleaved(plan) else usual  # dealt in rounds of one per worker
+    if is_interleaved(plan):  # dealt in rounds of one per worker
+        workers = len(workers_of(plan))
+        return max(1, min(batch_size, MICROS_PER_STAGE * workers) // workers) * workers
+    stages, replicas = len(plan.stages), max(plan.replicas())
+    return max(1, min(batch_size, replicas * (MICROS_PER_STAGE * stages if stages > 1 else 1)))

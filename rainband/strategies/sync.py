@@ -75,7 +75,8 @@ class Sync(OptimizerSettings, Strategy):
     def requires(self) -> Requirements:
         if self.batch_per_worker:
             return Requirements(waits="rounds")
-        return Requirements(servers=False, optimizer="workers", waits="rounds", split_batches=True)
+        in_stages = {"batch_per_worker": True}  # of one replica, a round is one batch
+        return Requirements(servers=False, optimizer="workers", waits="rounds", split_batches=True, in_stages=in_stages)
 
     async def run(self, worker: Worker) -> None:
         if self.batch_per_worker:

@@ -22,7 +22,7 @@ from rainband.model_parallel.graph.fragments import (
     by_stage_and_level,
     dealt,
 )
-from rainband.model_parallel.graph.split_loss import LossCall, cut_task
+from rainband.model_parallel.graph.split_loss import LossCall, cut_task, split_layers
 from rainband.model_parallel.placement.stage_plan import machine_of
 
 if TYPE_CHECKING:
@@ -53,10 +53,13 @@ class AnswerGraph:
 
 @dataclass(frozen=True)
 class Tie:
-    """A parameter that several machines use. The first of them holds it and sends it to the others for each batch."""
+    """A parameter that several workers use. The first of them holds it and sends it to the others for each batch.
+
+    They have different stages, tiles of one convolution, or are replicas of one stage.
+    """
 
     parameter: nn.Parameter
-    owner: int
+    owner: int  # rank
     others: tuple[int, ...]
 
 
@@ -68,6 +71,7 @@ class Submodel:
         self.plan, self.rank = plan, rank
         self.machine, self.replica = plan.machine_and_replica(rank)
         self.model = model
+        self.whole_tensors = split_layers(task, model, data, plan.plan.splits)
         self.cut, args, kwargs = cut_task(task, model, data, plan.example_size)
         plan.check(self.cut.units)
         self.layout = layout_of(self.cut, plan, plan.plan.stage_of())
@@ -80,7 +84,7 @@ class Submodel:
         self._trained = AnswerGraph(self.cut, self.layout, self.machine, self.modules)
         self._evaluated = self._trained if evaluation is None else self._for_evaluation(evaluation)
         self.module = nn.ModuleList(self.modules.values())  # its buffers are those saved from here
-        users = _users(self.cut, self.layout)
+        users = _users(self.cut, self.layout, plan)
         self.owner = {id(p): min(users.get(id(p), {0})) for p in model.parameters()}
         self.ties = [
             Tie(p, min(users[id(p)]), tuple(sorted(users[id(p)])[1:]))
@@ -91,7 +95,7 @@ class Submodel:
 
     def flat(self, groups: Sequence[Mapping[str, Any]]) -> Flat:
         """Put the parameters that are held here into one memory, and free that of the others."""
-        flat = Flat(self.model, groups, self.owner, self.machine)
+        flat = Flat(self.model, groups, self.owner, self.rank)
         needed = {id(p) for p in self.module.parameters()} | {id(flat.parameters[number]) for number in flat.own}
         for parameter in self.model.parameters():
             if id(parameter) not in needed and not parameter.is_meta:
@@ -128,7 +132,7 @@ class Submodel:
         """Return the parameters and buffers that are saved from here, under the model's names, each once."""
         if self.replica:
             return {}
-        parameters = {name: p.data for name, p in self.model.named_parameters() if self.owner[id(p)] == self.machine}
+        parameters = {name: p.data for name, p in self.model.named_parameters() if self.owner[id(p)] == self.rank}
         return parameters | {name: self.model.get_buffer(name) for name in self._buffers()}
 
     def _buffers(self) -> list[str]:
@@ -151,12 +155,12 @@ def layout_of(cut: Cut, plan: StagePlan, stages: Mapping[str, int]) -> FragmentL
     return dealt(by_stage(cut, stages), len(plan.workers))
 
 
-def _users(cut: Cut, layout: FragmentLayout) -> dict[int, set[int]]:
-    """Return the machines that use each parameter, by its id."""
+def _users(cut: Cut, layout: FragmentLayout, plan: StagePlan) -> dict[int, set[int]]:
+    """Return the ranks of the workers that use each parameter, by its id."""
     users: dict[int, set[int]] = {}
     for fragment in layout.fragments:
         for parameter in cut.parameters_of(fragment.nodes).values():
-            users.setdefault(id(parameter), set()).add(fragment.machine)
+            users.setdefault(id(parameter), set()).update(plan.ranks_of(fragment.machine))
     return users
 
 

@@ -17,6 +17,7 @@ from rainband.model.seeds import seed_global_generators
 from rainband.model_parallel.execution.engine import run_actions
 from rainband.model_parallel.execution.fragment_run import FragmentRun
 from rainband.model_parallel.execution.microbatch_run import Microbatch, MicrobatchRun
+from rainband.model_parallel.execution.shared_in_stage import SharedInStage, stages_of
 from rainband.model_parallel.execution.stage import AtVersion, Stage
 from rainband.model_parallel.execution.stage_replicas import StageReplicas
 from rainband.model_parallel.schedules.table import Action
@@ -61,12 +62,12 @@ class WeightStashing:
         check_stage_versions(how, replicas)
         self.rule = VersionRule(how, replicas, submodel.plan.stage(submodel.machine))
         self.ahead = self.rule.ahead
-        if submodel.ties:
-            tie = submodel.ties[0]
-            raise ValueError(
-                f"a parameter is used in stages {(tie.owner, *tie.others)}, which update it at different times: put "
-                "its units into one stage of the placement, or choose sync batch_per_worker=true, or single."
-            )
+        for tie in submodel.ties:
+            if len(stages := stages_of(submodel, (tie.owner, *tie.others))) > 1:
+                raise ValueError(
+                    f"a parameter is used in stages {stages}, which update it at different times: put its units into "
+                    "one stage of the placement, or choose sync batch_per_worker=true, or single."
+                )
         worker.lookahead = submodel.plan.size  # replicas wait for each other's batches, which come later
         worker.before_item = None  # evaluating would require an empty pipeline
         worker.flat.release()  # versions have memory of their own
@@ -78,6 +79,7 @@ class WeightStashing:
             recompute=how.recompute,
         )
         first = self.stage.versions.leaves(self.stage.versions.newest)
+        self.shared = SharedInStage(worker, self.stage)
         self.stage_replicas = StageReplicas(submodel, worker.links, {name: first[name] for name in self.stage.trained})
         self.base = [] if self.optimizer is None else [group["lr"] for group in self.optimizer.param_groups]
         self.accounting = LocalAccounting(worker.client)
@@ -203,12 +205,16 @@ class WeightStashing:
         update = action.microbatch
         total = self.stage.totals.pop(update, {})
         samples, self.samples = self.samples, 0
+        if self.shared.users:
+            total = await self.shared.sum(update, total)
         if self.stage_replicas.others and self.stage.trained:
             total = await self.stage_replicas.mean(update, total, samples)
         elif self.how.pipedream_2bw and samples != self._full_update():
             total = {name: gradient * (self._full_update() / samples) for name, gradient in total.items()}
         first = next(b for u, b in self.pending if u == update)
         finite = is_finite(list(total.values()))
+        if self.shared.others:
+            finite = await self.shared.agree(update, finite)
         self._step(total if finite else {}, first)
         self.updates += 1
         if not finite:

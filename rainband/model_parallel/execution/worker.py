@@ -8,7 +8,7 @@ get its loss, and if it is not finite on one worker, all skip it. A round is rea
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Generator, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -247,7 +247,7 @@ class StageWorker(ModuleWorker):
             parameter.grad = None
         await self._give_ties(tag)
         flushed = FlushedBatch(self, batch)
-        await run_actions(self.submodel.plan.row(self.submodel.machine, len(flushed.samples)), flushed)
+        await run_actions(self.submodel.plan.row(self.submodel.rank, len(flushed.samples)), flushed)
         await self._gather_ties(tag)
         self.flat.check()
         tensors = self.flat.gradients()
@@ -270,21 +270,23 @@ class StageWorker(ModuleWorker):
         self.links.tell_all((*tag, "verdict"), [finite, loss])
         return finite, loss
 
-    async def _give_ties(self, tag: Tag) -> None:
-        """Send the others the parameters that several machines use; one machine holds them."""
+    async def _give_ties(self, tag: Tag, among: Collection[int] | None = None) -> None:
+        """Send the others the parameters that several workers use; one of them holds each. `among`: those to serve."""
+        rank = self.submodel.rank
         for number, tie in enumerate(self.submodel.ties):
-            if tie.owner == self.submodel.machine:
-                for other in tie.others:
+            others = [other for other in tie.others if among is None or other in among]
+            if tie.owner == rank:
+                for other in others:
                     self.links.send(other, (*tag, "tie", number), tie.parameter.detach())
-            elif self.submodel.machine in tie.others:
+            elif rank in others:
                 copy_tied(tie.parameter, await self.links.receive(tie.owner, (*tag, "tie", number)))
 
     async def _gather_ties(self, tag: Tag) -> None:
-        """Sum gradients of tied parameters where they are held, in the order of the machines, so that bits repeat."""
+        """Sum gradients of tied parameters where they are held, in the order of the ranks, so that bits repeat."""
         for number, tie in enumerate(self.submodel.ties):
-            if self.submodel.machine in tie.others:
+            if self.submodel.rank in tie.others:
                 self.links.send(tie.owner, (*tag, "tied", number), tie.parameter.grad)
-            elif tie.owner == self.submodel.machine:
+            elif tie.owner == self.submodel.rank:
                 for other in tie.others:
                     theirs = await self.links.receive(other, (*tag, "tied", number))
                     if theirs is not None:
@@ -333,7 +335,7 @@ class StageWorker(ModuleWorker):
         number, training, args, kwargs = call
         answers = self.submodel.answers(training)
         run, layout, rank_of = answers.new_run(), answers.layout, self.submodel.plan.rank_of
-        await self._give_ties(("answer", number))  # those of the last batch are an update old
+        await self._give_ties(("answer", number), self.submodel.plan.first_replicas)  # the last ones are an update old
         inputs = answers.cut.bind(args, kwargs)
         microbatch = Microbatch(("answer", number), inputs, lambda _: torch.zeros(()), 1.0, 0, goes_back=False)
         with evaluating(*run.modules.values()) if not training else nullcontext():
@@ -358,6 +360,7 @@ class FlushedBatch:
         self.worker, self.batch = worker, batch
         indices, most = worker.sampler.indices(batch), worker.submodel.plan.microbatches
         self.samples: list[NDArray[np.int64]] = np.array_split(indices, min(most, len(indices)))
+        self.rank_of = worker.submodel.plan.rank_of
         self.runs: dict[int, MicrobatchRun] = {}
 
     def fragments(self, action: Action) -> Sequence[int]:
@@ -389,7 +392,7 @@ class FlushedBatch:
             seed=_seed_of(seed, number),
         )
         run = worker.fragment_run(number)
-        return MicrobatchRun(run, worker.links, submodel.plan.rank_of, microbatch, submodel.shares)
+        return MicrobatchRun(run, worker.links, lambda at: self.rank_of(at, number), microbatch, submodel.shares)
 
 
 class WholeModel(torch.nn.Module):

@@ -68,6 +68,11 @@ class Cut:
             return type(self.module.get_submodule(str(node.target))).__name__
         return str(getattr(node.target, "__name__", node.target))
 
+    def layer(self, unit: str) -> str:
+        """Return the name of a unit's submodule; empty if it is a function."""
+        node = self.nodes[unit]
+        return str(node.target) if node.op == "call_module" else ""
+
     def unit_edges(self) -> list[tuple[str, str, str]]:
         """Return (value, the unit that makes it, another unit that reads it)."""
         edges = {

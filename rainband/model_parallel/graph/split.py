@@ -14,7 +14,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from rainband.model_parallel.graph.split_linear import AsPair, ByColumns, ByRows
 from rainband.model_parallel.graph.tiles import Tiled
+from rainband.model_parallel.placement.split_words import parse_split
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,16 @@ class Tiles:
 
 
 How = Columns | Rows | LayerPair | Tiles
-NAMES = "_rainband_split_names"  # attribute of a split layer: the names of the children it replaces
+NAMES = "_rainband_split_names"  # attribute of a split layer: a Replaced
 WORDS: dict[str, type[Columns | Rows | LayerPair]] = {"columns": Columns, "rows": Rows, "pair": LayerPair}
+
+
+class Replaced(NamedTuple):
+    """The layers that a split one replaces."""
+
+    children: int  # of its parent
+    names: tuple[str, ...]  # theirs, or those of the children of the nn.Sequential that it replaces
+    is_sequential: bool
 
 
 @dataclass(frozen=True)
@@ -63,11 +72,14 @@ class _Target:
     def named(self) -> dict[str, nn.Module]:
         """Return the named layers; of a Sequential that is named as a whole, its children."""
         found = {key: self.parent.get_submodule(key) for key in self.keys}
-        first = found[self.keys[0]]
-        return dict(first.named_children()) if len(found) == 1 and isinstance(first, nn.Sequential) else found
+        return dict(found[self.keys[0]].named_children()) if self.is_sequential else found
+
+    @property
+    def is_sequential(self) -> bool:
+        return len(self.keys) == 1 and isinstance(self.parent.get_submodule(self.keys[0]), nn.Sequential)
 
     def replace(self, module: nn.Module) -> None:
-        setattr(module, NAMES, (len(self.keys), tuple(self.named)))
+        setattr(module, NAMES, Replaced(len(self.keys), tuple(self.named), self.is_sequential))
         setattr(self.parent, self.keys[0], module)
         for key in self.keys[1:]:
             delattr(self.parent, key)
@@ -81,6 +93,8 @@ def split(
     `example` and `kwargs` are inputs of the model, which determine the image sizes of tiled layers.
     """
     targets = {name: _find(model, name) for name in hows}
+    for target in targets.values():
+        _check_layers(model, target)
     sizes = _image_sizes(model, {n: targets[n] for n, how in hows.items() if isinstance(how, Tiles)}, example, kwargs)
     pieces = {name: _pieces(targets[name], how, sizes.get(name)) for name, how in hows.items()}
     for name, module in pieces.items():  # when nothing can be wrong any more
@@ -95,10 +109,11 @@ def joined(model: nn.Module) -> nn.Module:
             layers = _whole_layers(child)
             if layers is None:
                 continue
-            count, names = getattr(child, NAMES, (1, tuple(map(str, range(len(layers))))))
+            usual = Replaced(1, tuple(map(str, range(len(layers)))), not isinstance(child, ByColumns | ByRows))
+            count, names, is_sequential = getattr(child, NAMES, usual)
             if count > 1:  # they were some of the parent's children
                 _put_back(parent, key, dict(zip(names, layers, strict=True)))
-            elif isinstance(child, ByColumns | ByRows):
+            elif not is_sequential:
                 setattr(parent, key, layers[0])
             else:
                 setattr(parent, key, nn.Sequential(OrderedDict(zip(names, layers, strict=True))))
@@ -124,16 +139,11 @@ def _put_back(parent: nn.Module, key: str, layers: Mapping[str, nn.Module]) -> N
 
 def read_split(words: str) -> tuple[str, How]:
     """Parse splits as typed, such as fc1=2."""
-    name, equals, how = words.rpartition("=")
-    if grid := re.fullmatch(r"(?:tiles:)?(\d+)x(\d+)", how):
-        return name, Tiles(int(grid[1]), int(grid[2]))
-    found = re.fullmatch(r"(?:(\w+):)?(\d+)", how)
-    if not equals or not name or not found or (found[1] or "columns") not in WORDS:
-        raise ValueError(
-            f"'{words}' is not a split: type fc1=2 or fc1=columns:2 (outputs of a linear layer), fc1=rows:2 (its "
-            "inputs), mlp=pair:2 (two linear layers) or conv=2x2 (tiles), with the name of a layer."
-        )
-    return name, WORDS[found[1] or "columns"](int(found[2]))
+    typed = parse_split(words)
+    if typed.kind == "tiles":
+        rows, columns = typed.grid
+        return typed.layer, Tiles(rows, columns)
+    return typed.layer, WORDS[typed.kind](*typed.grid)
 
 
 def _find(model: nn.Module, name: str) -> _Target:
@@ -151,6 +161,27 @@ def _find(model: nn.Module, name: str) -> _Target:
         f"the model has no layer '{name}' to split: it has {', '.join(known) or 'none that can be'}. A part of an "
         "nn.Sequential is named 0:3."
     )
+
+
+def _check_layers(model: nn.Module, target: _Target) -> None:
+    """Raise ValueError if shards would not compute what the layers do, or would be trained in another way."""
+    mine = {id(p) for layer in target.named.values() for p in layer.parameters()}
+    uses = [id(p) for _, p in model.named_parameters(remove_duplicate=False)]
+    reason = ""
+    if any(uses.count(key) > 1 for key in mine):
+        reason = "shares a parameter with another layer, which shards would not"
+    elif any(not p.requires_grad for layer in target.named.values() for p in layer.parameters()):
+        reason = "has frozen parameters"
+    elif any(m._forward_hooks or m._forward_pre_hooks for layer in target.named.values() for m in layer.modules()):
+        reason = "has hooks, which its shards would not run"
+    elif strange := [
+        layer
+        for layer in target.named.values()
+        if isinstance(layer, nn.Linear | nn.Conv2d) and type(layer) not in (nn.Linear, nn.Conv2d)
+    ]:
+        reason = f"is a {type(strange[0]).__name__}, which may compute something else than an nn.Linear or nn.Conv2d"
+    if reason:
+        raise ValueError(f"'{target.name}' {reason}: split another layer.")
 
 
 def _pieces(target: _Target, how: How, image_size: tuple[int, int] | None) -> nn.Module:

@@ -32,7 +32,7 @@ class ByColumns(nn.Module):
 
     def as_linear(self) -> nn.Linear:
         """Return one layer with the present weights of all shards."""
-        shards = _shards(self.layer_shards)
+        shards = linear_shards(self.layer_shards)
         biases = [shard.bias.detach() for shard in shards if shard.bias is not None]
         return _linear(torch.cat([shard.weight.detach() for shard in shards]), torch.cat(biases) if biases else None)
 
@@ -62,7 +62,7 @@ class ByRows(nn.Module):
 
     def as_linear(self) -> nn.Linear:
         """Return one layer with the present weights of all shards."""
-        weights = [shard.weight.detach() for shard in _shards(self.layer_shards)]
+        weights = [shard.weight.detach() for shard in linear_shards(self.layer_shards)]
         return _linear(torch.cat(weights, dim=1), None if self.bias is None else self.bias.detach())
 
 
@@ -121,7 +121,8 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     return linear
 
 
-def _shards(modules: nn.ModuleList) -> Sequence[nn.Linear]:
+def linear_shards(modules: nn.ModuleList) -> Sequence[nn.Linear]:
+    """Return the shards of a linear layer, which are linear layers, too."""
     shards = [module for module in modules if isinstance(module, nn.Linear)]
     assert len(shards) == len(modules)
     return shards

@@ -21,10 +21,13 @@ from rainband.model.seeds import all_random_states, restore_random_states
 from rainband.model_parallel.graph.cut import cut, untouched
 from rainband.model_parallel.graph.graph import Cut, tensors_in
 from rainband.model_parallel.graph.loss_state import LossState
+from rainband.model_parallel.graph.split import read_split, split
+from rainband.model_parallel.graph.split_tensors import whole_tensors
 from rainband.model_parallel.placement.measure import measure
 from rainband.model_parallel.placement.profile import Profile
 
 if TYPE_CHECKING:
+    from rainband.model.whole_tensors import WholeTensor
     from rainband.tasks.task import Data, Task
 
 USED = ("forward", "training", "call_super_init")
@@ -246,6 +249,16 @@ def build_model(task: Task) -> nn.Module:
         return task.model()
     with torch.device("meta"):
         return task.model()
+
+
+def split_layers(task: Task, model: nn.Module, data: Data, splits: Mapping[str, str]) -> list[WholeTensor]:
+    """Split layers of a task's model, as `--split LAYER=HOW`; return how the whole model's tensors are made of it."""
+    if not splits:
+        return []
+    before = list(model.modules())
+    hows = dict(read_split(f"{layer}={how}") for layer, how in splits.items())
+    split(model, hows, *inputs_of(task, data.batch(range(min(2, len(data))))))
+    return whole_tensors(model, before)
 
 
 def cut_task(task: Task, model: nn.Module, data: Data, batch_size: int) -> tuple[Cut, tuple[Any, ...], dict[str, Any]]:

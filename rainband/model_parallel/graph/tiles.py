@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -75,14 +74,14 @@ ELEMENTWISE = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sig
 
 
 class Tiled(nn.Module):
-    """The same function as `layers`, computed by rows x columns tiles. `tile_of` returns the tile of a node."""
+    """The same function as `layers`, computed by rows x columns tiles."""
 
     def __init__(self, layers: nn.Sequential, input_size: tuple[int, int], rows: int, columns: int) -> None:
         super().__init__()
         self.shape = (rows, columns)
         self.num_layers = len(layers)
         self.pixels: dict[str, list[int]] = {}  # of a shard of a locally connected layer: its pixels of the layer
-        self._blank = [copy.deepcopy(layer).to("meta") for layer in layers]  # the original layers, without values
+        self.blank_layers = [copy.deepcopy(layer).to("meta") for layer in layers]  # the original layers, without values
         height, width = input_size
         above, across = bounds(height, rows), bounds(width, columns)
         self._cut_input(above, across)
@@ -115,7 +114,7 @@ class Tiled(nn.Module):
     def as_layers(self) -> nn.Sequential:
         """Return the original layers with the present values of the tiles."""
         layers: list[nn.Module] = []
-        for number, blank in enumerate(self._blank):
+        for number, blank in enumerate(self.blank_layers):
             tiles = [self.get_submodule(f"tile{tile}_layer{number}") for tile in range(self.shape[0] * self.shape[1])]
             if isinstance(blank, LocallyConnected2d):
                 pixels = [self.pixels[f"tile{tile}_layer{number}"] for tile in range(len(tiles))]
@@ -156,12 +155,6 @@ class Tiled(nn.Module):
                     self.add_module(name, Strip(up.begin, up.end, side.begin, side.end))
         zeros = (seen[1].zeros_before, seen[1].zeros_after, seen[0].zeros_before, seen[0].zeros_after)
         self.add_module(f"tile{tile}_layer{number}_halo", Assemble(sources, len(over), zeros))
-
-
-def tile_of(unit: str) -> int | None:
-    """Return the tile that a unit of a cut model belongs to; None: to no tile."""
-    found = re.search(r"(?:^|_)tile(\d+)_(?:input|layer)", unit)
-    return int(found[1]) if found else None
 
 
 class Strip(nn.Module):

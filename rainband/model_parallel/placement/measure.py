@@ -87,6 +87,7 @@ def _measure_unit(cut: Cut, unit: str, values: dict[str, Any], repeats: int) -> 
         parameter_bytes=sum(map(_bytes, parameters.values())),
         activation_bytes=_kept_bytes(results, given),
         what=cut.what(unit),
+        layer=cut.layer(unit),
     )
 
 

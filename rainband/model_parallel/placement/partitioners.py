@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import re
 from collections.abc import Callable
 
-from rainband.model_parallel.graph.tiles import tile_of
 from rainband.model_parallel.placement.balanced import balanced
+from rainband.model_parallel.placement.pieces import piece_of
 from rainband.model_parallel.placement.pipedream_planner import interleaved, one_machine_per_stage, pipedream
 from rainband.model_parallel.placement.placement import Placement, check, from_placement
 from rainband.model_parallel.placement.predict import predicted
@@ -34,12 +33,6 @@ def split_layers(profile: Profile, resources: Resources) -> Placement:
                 for reader in value.readers:
                     read[reader].add(where[unit])
     return predicted(from_placement(profile, where, "split_layers", resources.num_machines), profile, resources)
-
-
-def piece_of(unit: str) -> int | None:
-    """Return the number of the shard or tile that a unit belongs to; None: to none."""
-    found = re.search(r"(?:^|_)layer_shards_(\d+)", unit)
-    return int(found[1]) if found else tile_of(unit)
 
 
 Partitioner = Callable[[Profile, Resources], Placement]

@@ -14,11 +14,31 @@ SUFFIXES = (".json", ".toml")
 
 
 class PlacedStage(msgspec.Struct, frozen=True):
-    """Units that run together. With several machines, each is a replica, and they take batches in turn."""
+    """Units that run together. Machines are replicas, which take batches in turn, or share each one (`split`).
+
+    If units are on `ways` machines, machine w * replicas + r is the replica r of the units with index w.
+    """
 
     machines: tuple[int, ...]
     units: tuple[str, ...]
-    split: dict[str, int] = {}  # unit -> index in `machines`, which then are not replicas but share each microbatch
+    split: dict[str, int] = {}  # unit -> which of the machines that share a batch; absent: the first
+
+    @property
+    def ways(self) -> int:
+        """Machines that share a batch."""
+        return 1 + max(self.split.values(), default=0)
+
+    @property
+    def replicas(self) -> int:
+        return len(self.machines) // self.ways
+
+    def machine_of(self, unit: str) -> int:
+        """Return the machine of a unit, in the first replica."""
+        return self.machines[self.split.get(unit, 0) * self.replicas]
+
+    def units_of(self, way: int) -> tuple[str, ...]:
+        """Return the units on one of the machines that share a batch."""
+        return tuple(unit for unit in self.units if self.split.get(unit, 0) == way)
 
 
 class Prediction(msgspec.Struct, frozen=True):
@@ -36,7 +56,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     partition   one batch at a time; any unit may be on any machine, and every stage is one machine
     pipeline    many batches in flight; values go only from earlier stages to later ones
 
-    A pipeline's stage may be on several machines (replicas), or a machine may have several stages, dealt in turn.
+    A pipeline's stage may be on several machines, or a machine may have several stages, dealt in turn.
     """
 
     model: str
@@ -44,18 +64,19 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     partitioner: str
     num_machines: int
     stages: tuple[PlacedStage, ...]
+    splits: dict[str, str] = {}  # layer -> how it is split into shards, as in --split LAYER=HOW
     predicted: Prediction | None = None
 
     def placement(self) -> dict[str, int]:
         """Return the (first) machine of each unit."""
-        return {unit: stage.machines[0] for stage in self.stages for unit in stage.units}
+        return {unit: stage.machine_of(unit) for stage in self.stages for unit in stage.units}
 
     def stage_of(self) -> dict[str, int]:
         """Return the number of each unit's stage."""
         return {unit: number for number, stage in enumerate(self.stages) for unit in stage.units}
 
     def replicas(self) -> tuple[int, ...]:
-        return tuple(1 if stage.split else len(stage.machines) for stage in self.stages)
+        return tuple(stage.replicas for stage in self.stages)
 
 
 def is_interleaved(plan: Placement) -> bool:
@@ -98,6 +119,7 @@ def _check_machines(plan: Placement) -> None:
             raise ValueError(f"stage {number} has no machine: give it one, or remove it.")
         if not stage.units:
             raise ValueError(f"stage {number} has no units: give it one, or remove it.")
+        _check_ways(number, stage)
         if plan.kind == "partition" and len(stage.machines) > 1:
             raise ValueError(f"stage {number} is on {len(stage.machines)} machines: only a pipeline has replicas.")
     twice = sorted({machine for machine in used if used.count(machine) > 1})
@@ -111,6 +133,19 @@ def _check_machines(plan: Placement) -> None:
             f"the plan uses machine {outside[0]} of {plan.num_machines}: they are numbered from 0 "
             f"to {plan.num_machines - 1}."
         )
+
+
+def _check_ways(number: int, stage: PlacedStage) -> None:
+    """Raise ValueError if the machines of a stage with split layers are not as many for each of its shares."""
+    if min(stage.split.values(), default=0) < 0 or len(stage.machines) % stage.ways:
+        raise ValueError(
+            f"stage {number} divides its units among {stage.ways} machines and has {len(stage.machines)}: give it a "
+            f"multiple of {stage.ways}."
+        )
+    if empty := [way for way in range(stage.ways) if not stage.units_of(way)]:
+        raise ValueError(f"stage {number} has no unit for the machine with index {empty[0]}: place one there.")
+    if unknown := [unit for unit in stage.split if unit not in stage.units]:
+        raise ValueError(f"stage {number} splits {', '.join(unknown)}, which it does not have: remove it from split.")
 
 
 def _are_dealt_in_turn(plan: Placement) -> bool:
@@ -153,10 +188,13 @@ def memory(plan: Placement, profile: Profile, resources: Resources) -> tuple[int
     """
     replicas, one_batch = plan.replicas(), plan.kind == "partition" or is_interleaved(plan)
     return tuple(
-        resources.needed(
-            profile.parameter_bytes(stage.units),
-            profile.activation_bytes(stage.units),
-            1 if one_batch else in_flight(replicas, number),
+        max(
+            resources.needed(
+                profile.parameter_bytes(units),
+                profile.activation_bytes(units),
+                1 if one_batch else in_flight(replicas, number),
+            )
+            for units in map(stage.units_of, range(stage.ways))
         )
         for number, stage in enumerate(plan.stages)
     )
@@ -200,6 +238,14 @@ def _to_toml(plan: Placement) -> str:
     for stage in plan.stages:
         lines += ["", "[[stages]]", f"machines = {word(stage.machines).decode()}"]
         lines += ["units = [", *(f"    {word(unit).decode()}," for unit in stage.units), "]"]
+        if stage.split:
+            lines += ["[stages.split]", *(f"{word(unit).decode()} = {way}" for unit, way in stage.split.items())]
+    if plan.splits:
+        lines += [
+            "",
+            "[splits]",
+            *(f"{word(layer).decode()} = {word(how).decode()}" for layer, how in plan.splits.items()),
+        ]
     if plan.predicted is not None:
         lines += ["", "[predicted]"]
         lines += [f"{k} = {word(v).decode()}" for k, v in msgspec.structs.asdict(plan.predicted).items()]

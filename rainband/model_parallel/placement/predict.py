@@ -77,11 +77,19 @@ def pipeline_s(plan: Placement, profile: Profile, network: LinkSpeed) -> float:
 
 
 def _stage_s(stage: PlacedStage, profile: Profile, network: LinkSpeed) -> float:
-    """Return the seconds per batch of a replicated stage: batches in turn, then gradients summed in each group."""
-    groups = [network.group(machine) for machine in stage.machines]
+    """Return the seconds per batch of a stage: replicas compute batches in turn, then sum gradients in each group.
+
+    Of machines that share a batch, the one with most to compute counts; what they send each other is left out.
+    """
+    return max(_share_s(stage, way, profile, network) for way in range(stage.ways))
+
+
+def _share_s(stage: PlacedStage, way: int, profile: Profile, network: LinkSpeed) -> float:
+    units, count = stage.units_of(way), stage.replicas
+    groups = [network.group(machine) for machine in stage.machines[way * count : (way + 1) * count]]
     together = max(map(groups.count, groups))
-    sync_s = ring_bytes(together, profile.parameter_bytes(stage.units)) / network.speed(True)
-    return (profile.seconds(stage.units) + sync_s) / len(stage.machines)
+    sync_s = ring_bytes(together, profile.parameter_bytes(units)) / network.speed(True)
+    return (profile.seconds(units) + sync_s) / count
 
 
 def _between_groups_s(plan: Placement, profile: Profile, network: LinkSpeed) -> list[float]:

@@ -17,6 +17,7 @@ class Unit(msgspec.Struct, frozen=True):
     parameter_bytes: int = 0
     activation_bytes: int = 0  # kept between its forward and its backward
     what: str = ""  # Conv2d, relu, …: for display
+    layer: str = ""  # its name in the model; empty: it is no module
 
     @property
     def seconds(self) -> float:
@@ -73,6 +74,28 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
             value.num_bytes
             for value in self.values
             if position[value.maker] < end and any(position[reader] >= end for reader in value.readers)
+        )
+
+    @cached_property
+    def _made(self) -> dict[str, list[CutValue]]:
+        made: dict[str, list[CutValue]] = {name: [] for name in self.names}
+        for value in self.values:
+            made[value.maker].append(value)
+        return made
+
+    def made_by(self, unit: str) -> list[CutValue]:
+        """Return the values of a unit that others read."""
+        return self._made[unit]
+
+    def only(self, names: Iterable[str]) -> Unit:
+        """Return the costs of some units together."""
+        units = [self.by_name[name] for name in names]
+        return Unit(
+            "",
+            sum(unit.forward_s for unit in units),
+            sum(unit.backward_s for unit in units),
+            sum(unit.parameter_bytes for unit in units),
+            sum(unit.activation_bytes for unit in units),
         )
 
     def seconds(self, names: Iterable[str]) -> float:

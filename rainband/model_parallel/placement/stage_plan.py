@@ -24,12 +24,8 @@ def workers_of(plan: Placement) -> tuple[int, ...]:
 
 
 def _machines(plan: Placement) -> list[tuple[int, int]]:
-    """Return (stage, workers) of each machine; a split stage has several machines of one worker each."""
-    return [
-        (number, workers)
-        for number, stage in enumerate(plan.stages)
-        for workers in ((1,) * len(stage.machines) if stage.split else (len(stage.machines),))
-    ]
+    """Return (stage, workers) of each machine; a split stage has several machines, each with its replicas."""
+    return [(number, stage.replicas) for number, stage in enumerate(plan.stages) for _ in range(stage.ways)]
 
 
 def machine_of(plan: Placement) -> dict[str, int]:
@@ -38,7 +34,7 @@ def machine_of(plan: Placement) -> dict[str, int]:
     found: dict[str, int] = {}
     for stage in plan.stages:
         found |= {unit: first + stage.split.get(unit, 0) for unit in stage.units}
-        first += len(stage.machines) if stage.split else 1
+        first += stage.ways
     return found
 
 
@@ -93,11 +89,26 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
         raise AssertionError(f"there are only {self.size} workers")
 
     def rank_of(self, machine: int, number: int = 0) -> int:
-        """Return the rank of the worker that computes batch `number` on a machine: replicas take turns."""
+        """Return the rank of the worker that computes (micro)batch `number` on a machine: replicas take turns."""
         return sum(self.workers[:machine]) + number % self.workers[machine]
 
-    def row(self, machine: int, microbatches: int) -> tuple[Action, ...]:
-        """Return a machine's actions for one batch, in order; updates are the strategy's."""
+    def ranks_of(self, machine: int) -> tuple[int, ...]:
+        """Return the ranks of all replicas of a machine."""
+        return tuple(self.rank_of(machine, number) for number in range(self.workers[machine]))
+
+    @property
+    def first_replicas(self) -> tuple[int, ...]:
+        """The ranks of the first replica of each machine, which hold the parameters and compute answers."""
+        return tuple(self.rank_of(machine) for machine in range(len(self.workers)))
+
+    def row(self, rank: int, microbatches: int) -> tuple[Action, ...]:
+        """Return a worker's actions for one batch, in order; updates are the strategy's."""
+        machine, replica = self.machine_and_replica(rank)
+        count = self.workers[machine]
+        return tuple(a for a in self._row_of(machine, microbatches) if a.microbatch % count == replica)
+
+    def _row_of(self, machine: int, microbatches: int) -> tuple[Action, ...]:
+        """Return the actions of all replicas of a machine."""
         if self.plan.kind == "partition":
             return tuple(Action(machine, kind, m, 0) for m in range(microbatches) for kind in ("F", "B"))
         if is_interleaved(self.plan):

@@ -58,9 +58,9 @@ def check_schedule(name: str, plan: Placement | None = None) -> None:
     )
     replicas = plan.replicas()
     need(
-        name == "pipedream" or max(replicas) == 1,
-        f"the placement has stage replicas {replicas}, which only the schedule pipedream supports: omit --partitioner, "
-        "or use one_machine_per_stage.",
+        name != "pipedream_2bw" or max(replicas) == 1,
+        f"the placement has stage replicas {replicas}, which pipedream_2bw does not support: omit --partitioner, or "
+        "use one_machine_per_stage.",
     )
     several = is_interleaved(plan)
     need(
@@ -138,10 +138,15 @@ def costs_of(name: str, plan: Placement, profile: Profile, resources: Resources,
     The exchange of gradients between stage replicas is two messages, one after the other.
     """
     share = 1 if name == "pipedream" else microbatches
-    units = [[profile.by_name[unit] for unit in stage.units] for stage in plan.stages]
+    # In a schedule that flushes, replicas share the microbatches of a batch, as if a stage were faster by their number.
+    divided = [share * (stage.replicas if name in FLUSHES else 1) for stage in plan.stages]
+    shared = [
+        max((profile.only(stage.units_of(way)) for way in range(stage.ways)), key=lambda units: units.seconds)
+        for stage in plan.stages
+    ]
     return Costs(
-        forward_s=tuple(sum(unit.forward_s for unit in stage) / share for stage in units),
-        backward_s=tuple(sum(unit.backward_s for unit in stage) / share for stage in units),
+        forward_s=tuple(unit.forward_s / by for unit, by in zip(shared, divided, strict=True)),
+        backward_s=tuple(unit.backward_s / by for unit, by in zip(shared, divided, strict=True)),
         links_s=_links(plan, profile, resources.network, share) | _exchanges(plan, profile, resources.network),
     )
 
@@ -150,8 +155,9 @@ def _exchanges(plan: Placement, profile: Profile, network: LinkSpeed) -> dict[tu
     """Return the seconds in which the replicas of a stage sum their gradients; they wait for that."""
     links: dict[tuple[int, int], float] = {}
     for number, stage in enumerate(plan.stages):
-        if len(stage.machines) > 1:
-            size = ring_bytes(len(stage.machines), profile.parameter_bytes(stage.units))
+        if stage.replicas > 1:
+            share = max(profile.parameter_bytes(stage.units_of(way)) for way in range(stage.ways))
+            size = ring_bytes(stage.replicas, share)
             seconds, latency_s = network.sending_s(int(size), *stage.machines[:2])
             links[number, number] = seconds + 2 * latency_s
     return links

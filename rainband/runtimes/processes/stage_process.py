@@ -132,5 +132,5 @@ class SavedInParts(StageModel):
                 for rank, part in enumerate(parts)
                 if part
             ]
-            join_parts([Path(file) for file in files if file], path)
+            join_parts([Path(file) for file in files if file], path, self.submodel.whole_tensors)
         return measure(worker.task, WholeModel(worker, self.drive))

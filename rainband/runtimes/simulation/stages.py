@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from rainband.model.save import save_model, saving
+from rainband.model.whole_tensors import joined_tensors
 from rainband.model_parallel.execution.microbatch_run import ReplicaLinks
 from rainband.model_parallel.execution.submodel import Submodel
 from rainband.model_parallel.execution.worker import StageWorker
@@ -51,8 +52,8 @@ class StageCompute(StageModel, SimulatedCompute):
         """Build the whole model in memory: a simulation is one process anyway."""
         with saving(path), torch.random.fork_rng(devices=[]):
             whole: nn.Module = self.task.model()
-            for part in parts:
-                whole.load_state_dict(part, strict=False)
+            tensors = {name: tensor for part in parts for name, tensor in part.items()}
+            whole.load_state_dict(joined_tensors(tensors, self.submodel.whole_tensors), strict=False)
             if path:
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
             save_model(whole, path)
