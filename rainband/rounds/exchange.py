@@ -90,6 +90,7 @@ class Exchange(Protocol):
     """One member's side of the exchange. All calls may wait for other members."""
 
     rank: int
+    has_left: bool  # a member has ended an epoch while others computed gradients
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -102,6 +103,14 @@ class Exchange(Protocol):
     @property
     def drifted(self) -> int:
         """Return how often a member has received the state because its parameters differed."""
+
+    @property
+    def batches(self) -> int:
+        """Return the number of rounds so far that had samples."""
+
+    @property
+    def apart(self) -> tuple[int, ...]:
+        """Return the ranks that were at another place of the loop in the last exchange of numbers; empty: none."""
 
     def begin(self, epoch: int) -> RoundId:
         """End the round before, and return the next one: of this epoch, or of a later one.

@@ -88,8 +88,8 @@ class RoundMember:
         self.first: Headers = {}  # of the round's first exchange
         self.averaged: Headers = {}  # of the first one with tensors
         self.closed: Headers = {}  # of the last one, in a round without tensors
-        self.has_published = False  # tensors
-        self.has_averaged = False
+        self.has_published = self.has_averaged = False  # tensors
+        self.last: Headers = {}  # of the last exchange
         self.kind: Kind = "skip"  # of a round without an exchange
         self.reason = ""
         self.began_at = 0.0
@@ -290,7 +290,7 @@ class RoundMember:
         self.slot = 1 - self.slot
         self.k += 1
         yield self._when_all_reached(target)
-        headers = self._headers(target)
+        headers = self.last = self._headers(target)
         yield None
         if self._is_excluded():
             self._go_out()

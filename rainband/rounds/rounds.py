@@ -13,7 +13,7 @@ from rainband.rounds.board import Board
 from rainband.rounds.cut import cut_beside, each_twice
 from rainband.rounds.exchange import Outcome, Part, RoundId, StateHolder
 from rainband.rounds.member import RoundMember, Waiting
-from rainband.rounds.view import RoundView
+from rainband.rounds.view import RoundView, has_left
 
 
 class RoundExchange:
@@ -33,6 +33,7 @@ class RoundExchange:
         self.waited = waited
         self.rank = board.rank
         self.reasons = SkipReasons()
+        self.has_left = False
         self.member = RoundMember(board, holder, clock, equal_parts, trial_rounds=trial_rounds)
 
     @property
@@ -56,6 +57,25 @@ class RoundExchange:
     @property
     def drifted(self) -> int:
         return self.view.drifted
+
+    @property
+    def batches(self) -> int:
+        return self.view.batches
+
+    @property
+    def apart(self) -> tuple[int, ...]:
+        member = self.member
+        kinds = {rank: header.kind for rank, header in member.last.items()}
+        if member.is_in and {"scalars", "mean"} <= set(kinds.values()):
+            return tuple(rank for rank, kind in kinds.items() if kind == "mean")
+        if not member.is_in or kinds.get(self.rank) != "scalars":
+            return ()
+        # Those that have contributed gradients of this batch, and went on; a worker that skips it says so.
+        gone = [rank for rank, h in member.averaged.items() if h.kind == "mean" and rank not in kinds]
+        if not member.is_cut:
+            gone += [rank for rank, kind in kinds.items() if kind == "end"]
+        lives = {one.rank: one.life for one in member.view.members}
+        return tuple(rank for rank in gone if rank in lives and self.board.excluded(rank) < lives[rank])
 
     def collect(self) -> dict[str, Any]:
         """Return the state at the beginning of this round, for a checkpoint."""
@@ -131,6 +151,7 @@ class RoundExchange:
         try:
             while True:
                 until = next(waiting)
+                self.has_left = self.has_left or has_left(self.member.last)
                 if until is not None and not until():
                     began = self.member.clock()
                     self.board.wait(until)

@@ -121,6 +121,12 @@ def up_to_date(headers: Mapping[int, Header]) -> set[int]:
     return {rank for rank, h in headers.items() if (h.count, h.view) == (best.count, best.view)}
 
 
+def has_left(headers: Mapping[int, Header]) -> bool:
+    """Return True if a member has ended the epoch while others compute gradients."""
+    kinds = {header.kind for header in headers.values()}
+    return "end" in kinds and "mean" in kinds
+
+
 class RoundDecision(NamedTuple):
     """The consequences of a round's headers."""
 

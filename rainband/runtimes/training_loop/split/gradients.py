@@ -23,6 +23,15 @@ DRIFTED = (
     "itself changes parameters, as when it initializes a layer again: random numbers differ between the workers."
 )
 BAD_BUFFER = "rainband: NaN or infinity in the buffer {name}, such as a running mean, was left out of its mean."
+LEFT = (
+    "rainband: a worker has left its loop over the batches, and others went on, so the result is not that of one "
+    "process. A loss is that of a worker's part: to decide by it (`if loss < x: break`), use run.mean(loss)."
+)
+APART = (
+    "run.mean(...) was not called by worker {ranks}, which is at another place of the loop: all workers must call it, "
+    "also where one prints (`mean = run.mean(loss)`, then `if run.is_first: print(mean)`). To decide by a loss, as an "
+    "early stop does, use run.mean(loss)."
+)
 OWN_LOADER = (
     "rainband: this loop uses its own data loader, so every worker trains on all of the data. To share its batches, "
     "iterate over run.loader(loader), or use run.batches(dataset, batch_size=...), or run.part(batch)."
@@ -70,10 +79,14 @@ class GradientExchange:
     # ---- rounds ----
 
     def end(self) -> None:
-        """End this worker's part when the others have ended the pass: a worker that missed a step gets the state."""
+        """End this worker's part when the others have ended theirs: a worker that missed steps gets the state."""
         self.steps.settle()
-        self.exchange.begin(self.epoch + 1)
-        self._tell_drift()
+        epoch = self.exchange.begin(self.epoch + 1).epoch
+        before = -1
+        while self.exchange.batches != before:  # others begin another pass
+            before = self.exchange.batches
+            epoch = self.exchange.begin(epoch + 1).epoch
+        self._tell_differences()
         self.exchange.leave()
 
     def ensure_round(self) -> None:
@@ -85,7 +98,7 @@ class GradientExchange:
         """Prepare for the next batch."""
         self.steps.settle()
         self.epoch = epoch
-        self._tell_drift()
+        self._tell_differences()
         if new := self.tensors.find():
             raise ValueError(
                 f"{self.tensors.names[-len(new)]} was added to the model or an optimizer after rainband.join: add all "
@@ -190,6 +203,7 @@ class GradientExchange:
         weight = self._weight()
         self.trial.before(self.part, tensors[: len(self.tensors.parameters)], self.exchanges)
         outcome = self.exchange.mean(tensors, weight, numbers_of(self.state.optimizers), (stop,))
+        self._check_together()
         self.exchanges += 1
         self.last_weight = outcome.weight
         if not outcome.took_part:  # this worker receives the state when one of the next rounds begins
@@ -263,6 +277,7 @@ class GradientExchange:
         if weight is None:
             weight = 1.0 if self.part is None else self.weight
         outcome = self.exchange.mean_scalars((value,), weight)
+        self._check_together()
         return outcome.scalars[0] if outcome.scalars and outcome.weight else value
 
     def stop(self, reason: str) -> None:
@@ -279,9 +294,16 @@ class GradientExchange:
         if self.state.stopped is not None:
             raise KeyboardInterrupt(self.state.stopped)
 
-    def _tell_drift(self) -> None:
+    def _check_together(self) -> None:
+        """Raise ValueError if some workers exchanged numbers, and others did something else."""
+        if apart := self.exchange.apart:
+            raise ValueError(APART.format(ranks=", ".join(map(str, apart))))
+
+    def _tell_differences(self) -> None:
         if self.exchange.drifted and self.exchange.is_first:
             self._tell(DRIFTED)
+        if self.exchange.has_left and self.exchange.is_first:
+            self._tell(LEFT)
 
     def _tell(self, message: str) -> None:
         if message not in self.told:
