@@ -79,10 +79,6 @@ class Requirements:
 
     def checkpoint_obstacle(self, workers_per_replica: int = 1) -> str:
         """Return why a run cannot be continued from a checkpoint; empty: it can."""
-        if self.in_pairs:
-            return "its workers never pause together, so no state of it is of one moment"
-        if self.shared_memory:
-            return "its workers write to one memory without locks, so no state of it is of one moment"
         if workers_per_replica > 1:
             return "its workers compute one model together, in stages"
         return ""

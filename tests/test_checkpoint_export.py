@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -12,6 +13,8 @@ from typer.testing import CliRunner
 
 import rainband
 from rainband.cli.main import build_app
+from rainband.model_parallel.placement.placement import PlacedStage, Placement
+from rainband.model_parallel.placement.stage_plan import StagePlan
 from rainband.options import OptionError
 from rainband.runtimes.checkpoints.choose import with_checkpoints
 from rainband.runtimes.checkpoints.place import opened
@@ -109,10 +112,12 @@ def test_a_run_without_options_has_a_checkpoint_every_five_minutes_and_a_simulat
 
 
 def test_a_strategy_without_checkpoints_says_so_if_one_is_asked_for() -> None:
-    hogwild = Requirements(shared_memory=True)
-    assert with_checkpoints(CONFIG, {}, hogwild, print).checkpoint_every_s == 0
+    stages = (PlacedStage((0,), ("first",)), PlacedStage((1,), ("last",)))
+    two = Placement(model="", kind="pipeline", partitioner="", num_machines=2, stages=stages)
+    staged = msgspec.structs.replace(CONFIG, stage_plan=StagePlan(plan=two))
+    assert with_checkpoints(staged, {}, Requirements(), print).checkpoint_every_s == 0
     with pytest.raises(OptionError, match="has no checkpoints, because"):
-        with_checkpoints(CONFIG, {"checkpoint_every": "5m"}, hogwild, print)
+        with_checkpoints(staged, {"checkpoint_every": "5m"}, Requirements(), print)
 
 
 def test_checkpoints_are_listed_the_newest_first_and_damage_is_named(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import tempfile
+import threading
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,9 @@ from rainband.protocol.messages import (
 )
 from rainband.runtimes.config import RunConfig, SimSettings
 from rainband.runtimes.configure import check_custom_loop
+from rainband.runtimes.hogwild import saving
 from rainband.runtimes.hogwild.memory import STALEST, SharedParameters, offsets_of
+from rainband.runtimes.hogwild.saving import copy_paused
 from rainband.runtimes.hogwild.server import HogwildServer
 from rainband.runtimes.hogwild.worker import _rate, add_in_place
 from rainband.runtimes.simulation import run as sim
@@ -138,6 +141,50 @@ def test_what_was_written_under_a_lease_that_was_taken_back_is_counted_and_not_m
     assert memory.accepted_set(1) == 0 and memory.version == 1
     (tally,) = reported(hogwild_server).blocks
     assert (tally.accepted, tally.applied) == (0, 1)
+
+
+def test_a_copy_for_a_checkpoint_has_exactly_the_updates_that_are_marked() -> None:
+    """Two threads add 1 to every element for each batch, while copies are made."""
+    hogwild_server, memory = kept()
+    batches = [Batch(portion, k, 1) for portion in range(memory.plan.num_portions) for k in range(4)]
+    batches = [b for b in batches if memory.plan.full(b.portion) >> b.k & 1]
+    ended = threading.Event()
+
+    def work(worker: int) -> None:
+        for batch in batches[worker::2]:
+            memory.begin(worker, batch)
+            for vector in memory.vectors:
+                for part in vector.split(3):
+                    part += 1
+            memory.wrote(worker, batch, 0)
+        ended.set()
+
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in (0, 1)]
+    for thread in threads:
+        thread.start()
+    copies = []
+    while not ended.is_set():
+        copies.append(copy_paused(hogwild_server))
+    for thread in threads:
+        thread.join()
+    for blocks in copies:
+        for saved, tensors in blocks:
+            marked = sum(mask.bit_count() for mask in saved.open.values())
+            assert marked == saved.applied and bool((tensors["values"] == marked).all())
+    assert not memory.paused and memory.version == len(batches)
+
+
+def test_a_copy_does_not_wait_for_ever_for_a_worker_that_stands_still_but_not_at_all_for_a_lost_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(saving, "PATIENCE_S", 0.0)
+    hogwild_server, memory = kept()
+    memory.begin(1, Batch(0, 0, 1))
+    with pytest.raises(OSError, match="worker 1 was in the middle of an update"):
+        copy_paused(hogwild_server)
+    assert not memory.paused
+    hogwild_server.receive(Forget(1))
+    assert copy_paused(hogwild_server)
 
 
 @pytest.mark.parametrize("finished", [False, True])

@@ -11,6 +11,7 @@ from rainband.coordinator.state import FailureCause
 from rainband.observer import Observer
 from rainband.protocol.messages import Message, Peer
 from rainband.runtimes.checkpoints.committer import Committer
+from rainband.runtimes.hogwild.saving import MemoryWriter
 from rainband.runtimes.hogwild.server import FROM_WORKERS, HOGWILD_SERVER, HogwildServer
 from rainband.runtimes.run import Phases, View
 
@@ -44,6 +45,7 @@ class CoordinatorHost:
         self.why_fatal = why_fatal
         self.phases = Phases(coordinator, view, phase_time or now)
         self.committer: Committer | None = None  # of checkpoints
+        self.memory_writer: MemoryWriter | None = None  # of the shared parameters, for checkpoints
         if hogwild_server is not None:
             hogwild_server.join(coordinator)
 
@@ -91,8 +93,13 @@ class CoordinatorHost:
                 observer.sent(out.message)
         if state.events or state.phase is not self.phases.phase:
             self.phases.show()
+        if self.memory_writer is not None:
+            self.memory_writer.advance(self._from_memory)
         if self.committer is not None:
             self.committer.advance(self._committed)
+
+    def _from_memory(self, message: Message) -> None:
+        self.receive(HOGWILD_SERVER, message, None)
 
     def _committed(self, collected: Collected, name: str, error: str) -> None:
         self.send(self.coordinator.checkpoint_committed(collected, name, self.now(), error))

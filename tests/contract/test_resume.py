@@ -46,9 +46,11 @@ LAWS = {
     "block_momentum": Law({"period": 2}, servers=0),
     "bounded_delay": Law(SGD, bits=True),
     "conjugate_gradient": Law(FULL_BATCH, Logistic(), within=1e-9),
+    "async_gossip": Law({"lr": 0.01}, servers=0),
     "diloco": Law({"period": 2}, servers=0),
     "downpour": Law(SGD, bits=True),
     "elastic": Law({"period": 2}),
+    "hogwild": Law({"lr": 0.5}, servers=0, bits=True),
     "one_shot": Law(servers=0),  # its only round ends with the run, so only a stop writes a checkpoint
     "sandblaster": Law(FULL_BATCH, Logistic(), within=1e-9),
     "single": Law(ADAM, ROUGH, workers=1, servers=0, bits=True),
@@ -56,7 +58,7 @@ LAWS = {
     "stale_sync": Law(SGD, bits=True),
     "sync": Law(ADAM, ROUGH, servers=0, bits=True),
 }
-NOT_YET = {"hogwild", "pipedream"}
+NOT_YET = {"pipedream"}
 
 
 def law_of(name: str) -> Law:

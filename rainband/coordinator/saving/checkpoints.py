@@ -45,7 +45,7 @@ class Checkpoints:
         self.state = state
         self.every_s = state.settings.checkpoint_every_s
         self.in_rounds = requires.waits == "rounds" and requires.servers
-        self.by_workers = not requires.servers
+        self.by_workers = not requires.servers and not requires.shared_memory  # which one server writes
         self.impossible = requires.checkpoint_obstacle(state.settings.workers_per_replica)
         self.now = 0.0  # of the last tick
         self.number = 0

@@ -6,11 +6,12 @@ write is lost:
 
     by a worker               the number of its updates, the batch that it is writing, how stale its gradients were
     by a portion's lessee     the portion's batches that are done or skipped
-    by the hogwild server     the lowest valid lease of each portion, and a factor on the learning rate
+    by the hogwild server     the lowest valid lease of each portion, a factor on the learning rate, whether to pause
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
@@ -29,6 +30,7 @@ LINE_BYTES = 64
 WORD_BYTES = 8
 OWN_WORDS = LINE_BYTES // WORD_BYTES  # of a worker; a cache line, so that workers do not slow each other down
 UPDATES, WRITING, REFUSED, MEETINGS = range(4)  # offsets in it
+LOOK_AGAIN_S = 0.0002
 STALEST = 1024  # greater staleness is counted with this
 
 
@@ -63,6 +65,7 @@ def offsets_of(blocks: Sequence[BlockSpec], plan: DataPlan, num_workers: int, nu
     return MemoryOffsets(own, staleness, fences, done, skipped, tuple(models), at)
 
 
+# size: each table is small, and has a few methods for workers and a few for the server
 class SharedParameters:
     """The shared memory, for workers and the hogwild server."""
 
@@ -83,6 +86,7 @@ class SharedParameters:
         self.vectors = self.models[0]
         self._all = memoryview(buffer)
         self._factor = self._all[:WORD_BYTES].cast("d")
+        self._paused = self._all[WORD_BYTES : 2 * WORD_BYTES].cast("Q")
         self._own = self._words(offsets.own, num_workers * OWN_WORDS)
         self._staleness = self._words(offsets.staleness, num_workers * (STALEST + 1))
         self._fences = self._words(offsets.fences, plan.num_portions)
@@ -108,8 +112,15 @@ class SharedParameters:
         return self._fences[batch.portion] > batch.lease
 
     def begin(self, worker: int, batch: Batch) -> None:
-        """Note that a worker begins to write the update of this batch, in case it is lost meanwhile."""
+        """Note that a worker begins to write the update of this batch, in case it is lost meanwhile.
+
+        While updates are paused, for a checkpoint, it waits before that.
+        """
         self._own[worker * OWN_WORDS + WRITING] = 1 + batch.portion * 64 + batch.k
+        while self.paused:
+            self._own[worker * OWN_WORDS + WRITING] = 0
+            time.sleep(LOOK_AGAIN_S)
+            self._own[worker * OWN_WORDS + WRITING] = 1 + batch.portion * 64 + batch.k
 
     def wrote(self, worker: int, batch: Batch, missed: int) -> None:
         """Note that the update is written. If the lease was revoked meanwhile, another worker repeats the batch."""
@@ -121,6 +132,10 @@ class SharedParameters:
 
     def skip(self, batch: Batch) -> None:
         self._skipped[batch.portion] |= 1 << batch.k
+
+    def end(self, worker: int) -> None:
+        """Note that a worker writes nothing, because the step of its batch is skipped."""
+        self._own[worker * OWN_WORDS + WRITING] = 0
 
     def refuse(self, worker: int) -> None:
         """Note that a worker did not write a batch, because its lease was revoked."""
@@ -143,6 +158,27 @@ class SharedParameters:
         return [torch.stack(same).mean(0) for same in zip(*self.models, strict=True)]
 
     # ---- for the hogwild server ------------------------------------------------------------------------------------
+
+    @property
+    def paused(self) -> bool:
+        """Return whether workers wait before their next update."""
+        return bool(self._paused[0])
+
+    @paused.setter
+    def paused(self, paused: bool) -> None:
+        self._paused[0] = paused
+
+    def word(self, worker: int) -> int:
+        """Return the word in which a worker notes what it is writing."""
+        return self._own[worker * OWN_WORDS + WRITING]
+
+    def writing(self) -> list[int]:
+        """Return the workers that are writing an update, or were when they were lost."""
+        return [worker for worker in range(self.num_workers) if self.word(worker)]
+
+    def restore(self, portion: int, accepted: int, skipped: int) -> None:
+        """Note the batches of a portion that were done or skipped before the run continued."""
+        self._done[portion], self._skipped[portion] = accepted & ~skipped, skipped
 
     def fence(self, portion: int, lease: int) -> None:
         """Revoke all smaller lease numbers of this portion."""

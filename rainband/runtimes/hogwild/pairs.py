@@ -121,8 +121,7 @@ class PairParameters(WorkerParameters):
         with self._locked(self.rank, partner):
             if is_refused(self.client, self.rank, batch):
                 return
-            if gradient.is_finite:
-                memory.begin(self.rank, batch)
+            memory.begin(self.rank, batch)
             if partner != self.rank:
                 self._average(partner)
             copy_into(self.flat.vectors, own)
@@ -132,6 +131,7 @@ class PairParameters(WorkerParameters):
                 memory.wrote(self.rank, batch, memory.meetings(self.rank) - self.meetings)
             else:
                 memory.skip(batch)
+                memory.end(self.rank)
         settle(self.client, gradient)
 
     @torch.no_grad()

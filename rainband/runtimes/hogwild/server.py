@@ -14,11 +14,14 @@ import numpy as np
 import torch
 
 from rainband.coordinator.coordinator import Coordinator, CoordinatorOutput
+from rainband.errors import BadCheckpoint
 from rainband.protocol import messages
 from rainband.protocol.accounting import NOT_FINITE
 from rainband.protocol.layout import BlockSpec
 from rainband.protocol.messages import Message, Peer
+from rainband.runtimes.checkpoints.place import opened
 from rainband.runtimes.hogwild.memory import SharedParameters, offsets_of
+from rainband.runtimes.hogwild.saving import restore_memory
 
 HOGWILD_SERVER = Peer("server", 0)
 FROM_WORKERS = (messages.ReportRequest, messages.BlockReady)  # over their connection to the coordinator
@@ -27,8 +30,15 @@ FROM_WORKERS = (messages.ReportRequest, messages.BlockReady)  # over their conne
 class HogwildServer:
     """Makes the shared memory when its size is known, and reports what its tables say."""
 
-    def __init__(self, make_room: Callable[[int], Any], in_pairs: bool = False) -> None:
-        """`make_room(num_bytes)` returns writable memory that is zero. `in_pairs`: each worker has its own model."""
+    def __init__(self, make_room: Callable[[int], Any], in_pairs: bool = False, resume_from: str = "") -> None:
+        """`make_room(num_bytes)` returns writable memory that is zero. `in_pairs`: each worker has its own model.
+
+        `resume_from`: the checkpoint from which the run continues.
+        """
+        self.resume_from = resume_from
+        self.wanted: messages.TakeSnapshot | None = None  # a checkpoint that is to be written
+        self.applied_before = 0  # batches, before the run continued
+        self.left_words: dict[int, int] = {}  # what lost workers have left in their words
         self.make_room = make_room
         self.in_pairs = in_pairs
         self.memory: SharedParameters | None = None
@@ -65,7 +75,7 @@ class HogwildServer:
             sizes = message.blocks, message.plan, message.num_replicas, num_models
             self.blocks = message.blocks
             self.memory = SharedParameters(self.make_room(offsets_of(*sizes).num_bytes), *sizes)
-            return []
+            return self._restored(self.memory) if message.restores else []
         memory = self.memory
         if memory is None:
             return []
@@ -82,10 +92,20 @@ class HogwildServer:
                 return [messages.AcceptedBatches(message.portion, message.lease, masks)]
             case messages.Forget() if memory.is_writing(message.worker):
                 self.cut_short.add(message.worker)
+                self.left_words[message.worker] = memory.word(message.worker)
+            case messages.TakeSnapshot():
+                self.wanted = message
             case messages.AdjustRule() if message.number > self.tuned:
                 self.tuned = message.number
                 memory.lower(message.lr_factor)
         return []
+
+    def _restored(self, memory: SharedParameters) -> list[Message]:
+        try:
+            self.applied_before = restore_memory(memory, self.blocks, opened(self.resume_from))
+        except (BadCheckpoint, ValueError, OSError) as error:
+            return [messages.Failed(0, f"the run cannot continue: {error}", "")]
+        return [self.report(), messages.Ready()]
 
     def read(self, pull: messages.Pull) -> Iterator[tuple[messages.Params, bytes]]:
         """Yield the parameters block by block."""
@@ -106,7 +126,7 @@ class HogwildServer:
         accepted = int(np.unpackbits(accepted_set.view(np.uint8)).sum())
         staleness = memory.staleness()
         total: Counter[int] = sum(staleness.values(), Counter())
-        updates = total.total()
+        updates = total.total() + self.applied_before
         return messages.Report(
             first_open=first_open,
             full=tuple((first_open + np.flatnonzero(full[first_open:])).tolist()),

@@ -30,6 +30,7 @@ from rainband.runtimes.checkpoints.committer import Committer
 from rainband.runtimes.checkpoints.place import facts_of, store_of
 from rainband.runtimes.config import Job, RunConfig, encode_job
 from rainband.runtimes.coordinator_host import CoordinatorHost
+from rainband.runtimes.hogwild.saving import MemoryWriter
 from rainband.runtimes.hogwild.server import HogwildServer
 from rainband.runtimes.machines.machine_host import MACHINE_ROLES, MAX_JOINING, MachineHost
 from rainband.runtimes.processes.zygote import Exited, SpawnFailed, Starter, Zygote
@@ -121,7 +122,9 @@ class Launcher(Run):
         self.memory = SharedSegment.reserve("rainband memory") if one_memory else None  # the parameters of all workers
         self.rounds = self._make_rounds() if strategy.requires.in_rounds else None
         self.group = GroupMemory(config.num_workers) if strategy.requires.algorithm else None
-        hogwild_server = HogwildServer(self._make_room, strategy.requires.in_pairs) if one_memory else None
+        hogwild_server = (
+            HogwildServer(self._make_room, strategy.requires.in_pairs, config.resume_from) if one_memory else None
+        )
         settings = msgspec.structs.replace(self.settings, num_servers=1) if hogwild_server else self.settings
         self.coordinator = Coordinator(settings, strategy)
         accepted = {role: key for role, key in self.keys.items() if role not in ("coordinator", "observer")}
@@ -141,6 +144,8 @@ class Launcher(Run):
         self.host.committer = Committer(
             self.coordinator, store_of(config), facts_of(config), config.keep, self.background, calendar_time
         )
+        if hogwild_server is not None:
+            self.host.memory_writer = MemoryWriter(hogwild_server, store_of(config), self.background)
         self.interrupts = 0
 
     def _start_zygote(self, output: int | None) -> Starter:

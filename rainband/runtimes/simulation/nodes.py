@@ -23,6 +23,7 @@ from rainband.runtimes.checkpoints.committer import Committer
 from rainband.runtimes.checkpoints.restore import restore_server
 from rainband.runtimes.checkpoints.write import ServerWriter
 from rainband.runtimes.coordinator_host import CoordinatorHost
+from rainband.runtimes.hogwild.saving import MemoryWriter
 from rainband.runtimes.hogwild.server import HogwildServer
 from rainband.runtimes.simulation.message_bus import HEADER_BYTES, Node, Payload
 from rainband.runtimes.simulation.models.network import Machine
@@ -68,6 +69,8 @@ class CoordinatorNode(Node):
             self.host.committer = Committer(
                 coordinator, access.store, access.facts, access.keep, AtOnce(), lambda: f"{self.clock.now:.3f} s"
             )
+            if hogwild_server is not None:
+                self.host.memory_writer = MemoryWriter(hogwild_server, access.store, AtOnce())
         self.clock.after(self.tick_s, self._tick, idle=True)
 
     def receive(self, sender: Peer, message: Message, payload: Payload) -> None:

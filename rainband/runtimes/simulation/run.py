@@ -126,6 +126,8 @@ class Simulation(Run):
         scenario.equal_parts = config.equal_parts
         if scenario.real and (config.checkpoint_every_s or config.resume_from):
             scenario.checkpoints = access_of(config)
+        if scenario.hogwild_server is not None:
+            scenario.hogwild_server.resume_from = config.resume_from
         self.expected_s = self._expected_s(scenario.join)
         settings = msgspec.structs.replace(self.settings, bounded_events=False)
         if is_aggregated(config):  # nodes never fail there, and thousands of workers send few heartbeats

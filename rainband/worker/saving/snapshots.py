@@ -59,8 +59,12 @@ class WorkerSnapshots(SnapshotRequests):
 
     def put_training(self) -> None:
         """Continue with the training of the checkpoint: the worker has just made its optimizer."""
-        if self.restored is not None and self.restored.training is not None:
+        if self.restored is None:
+            return
+        if self.restored.training is not None:
             self.restored.put_training(self.worker)
+        elif self.restored.optimizer is not None and self.worker.local_optimizer is not None:
+            self.worker.local_optimizer.load_state_dict(restored(self.restored.optimizer))
 
     def take(self, wanted: TakeSnapshot) -> None:
         state, block = state_of(self.worker)
@@ -73,6 +77,7 @@ class SavedWorker(NamedTuple):
     buffers: dict[str, Tensor]
     training: Any = None  # where workers have the optimizer: parameters, optimizer, and what is done
     block: SavedBlock | None = None
+    optimizer: Any = None  # of a worker whose steps do not count: others hold the parameters
 
     @torch.no_grad()
     def put_buffers(self, worker: ModuleWorker) -> None:
@@ -107,8 +112,10 @@ def state_of(worker: ModuleWorker) -> tuple[dict[str, Any], SavedBlock | None]:
     state: dict[str, Any] = {"buffers": dict(worker.module.named_buffers())}
     if worker.rounds is not None:
         return {**state, "training": worker.rounds.state.collect()}, _of_rounds(worker.rounds)
-    if worker.local_optimizer is None or worker.accounting is None:  # servers count what is applied
+    if worker.local_optimizer is None:
         return state, None
+    if worker.accounting is None:  # servers count what is applied
+        return {**state, "optimizer": marked(worker.local_optimizer.state_dict())}, None
     training = {
         "vectors": list(worker.flat.vectors),
         "optimizer": marked(worker.local_optimizer.state_dict()),
