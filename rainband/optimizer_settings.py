@@ -23,6 +23,11 @@ class OptimizerSettings:
     lr_schedule: Shape = "constant"  # factor on the learning rate from the start of the run to its end
     warmup_fraction: float = 0.0  # learning-rate warm-up, as a fraction of the run
 
+    def __post_init__(self) -> None:
+        """Raise ValueError if a setting does not fit the optimizer, or the schedule."""
+        self.spec()
+        self.schedule()
+
     def spec(self, lr: float | None = None) -> OptimizerSpec:
         """Return the optimizer, with another learning rate if given; raise ValueError if a setting does not fit it."""
         return element_wise(self.optimizer, self.lr if lr is None else lr, self.momentum, self.weight_decay)

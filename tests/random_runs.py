@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -11,33 +9,19 @@ from functools import partial
 
 from rainband.rules import ApplyEvery
 from rainband.rules.rule import RuleBlock
+from rainband.runtimes.simulation.oracle import scenarios
 from rainband.strategies.bounded_delay import BoundedDelay
 from rainband.strategies.downpour import Downpour
 from rainband.strategies.soft_sync import SoftSync
 from rainband.strategies.stale_sync import StaleSync
 from rainband.strategies.sync import Sync
-from rainband.strategy import Requirements, ServerPart, Strategy, Worker
+from rainband.strategy import ServerPart, Strategy, Worker
 from tests.harness import Faults, Outcome, run
 from tests.ledger import LR, Case
 
 
-@dataclass(frozen=True)
-class Ragged(Strategy):
-    """Downpour whose workers cut a work item differently, as custom training loops would: no two begin alike."""
-
-    batches_per_item: int = 4
-
-    @property
-    def requires(self) -> Requirements:
-        return Requirements(batches_per_item=self.batches_per_item)
-
-    async def run(self, worker: Worker) -> None:
-        await worker.servers.pull()
-        async for work_item in worker.work_items():
-            cut = 2 + worker.rank % (self.batches_per_item - 1)
-            for at in range(0, len(work_item.batches), cut):
-                gradients = [await worker.gradient(batch) for batch in work_item.batches[at : at + cut]]
-                worker.servers.push(functools.reduce(operator.add, gradients))
+class Ragged(scenarios.Ragged):
+    """Downpour whose workers cut a work item differently, at the learning rate of these runs."""
 
     def server(self, num_replicas: int) -> ServerPart:
         return Downpour(lr=LR, optimizer="sgd", guard=False).server(num_replicas)

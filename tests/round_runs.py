@@ -13,8 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rainband.errors import StateLost
 from rainband.rounds.board import LocalBoard, SharedMemory
-from rainband.rounds.member import RoundMember, StateLost
+from rainband.rounds.current_round import CurrentRound
+from rainband.rounds.member import RoundMember
+from rainband.rounds.membership import RoundMembership
 
 Waits = Generator[Any, None, None]
 
@@ -74,7 +77,15 @@ class Script:
                 if where.epoch > epoch:
                     break
                 view = member.view
-                self.log.append((tuple(where), member.view_key, member.count, tuple(self.counts.tolist()), self.second))
+                self.log.append(
+                    (
+                        tuple(where),
+                        member.view.key(),
+                        member.count,
+                        tuple(self.counts.tolist()),
+                        self.second,
+                    )
+                )
                 if (self.rank, epoch) in plan.breaks and where.batch == len(plan.batches) - 1:
                     break
                 if (self.rank, view.serial) in plan.pauses and not self.has_paused:
@@ -85,7 +96,7 @@ class Script:
                 if part.is_over:
                     break
                 if (self.rank, view.serial) in plan.skips:
-                    member.kind, member.reason = "skip", "not finite"
+                    member.round.kind, member.round.reason = "skip", "not finite"
                     continue
                 yield from self.step(part.samples)
         yield from member.leave()
@@ -185,7 +196,7 @@ class RoundRun:
     def check_members(self) -> None:
         """Check that members which are in the same round know each other."""
         words = self.memory.words
-        here = [s.member for s in self.scripts if s.member.is_in and words[s.rank].excluded < s.member.life]
+        here = [s.member for s in self.scripts if s.member.is_in and words[s.rank].excluded < s.member.membership.life]
         for member in here:
             for other in here:
                 if member.view.where == other.view.where:
@@ -225,8 +236,12 @@ def _frames(waits: Any) -> list[Any]:
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    left_out = ("self", "board", "holder", "clock", "member", "plan", "memory", "script")
-    return {name: repr(value) for name, value in values.items() if name not in left_out and not callable(value)}
+    left_out = ("self", "board", "holder", "clock", "member", "handover", "joining", "plan", "memory", "script")
+    return {
+        name: _plain(vars(value)) if isinstance(value, RoundMembership | CurrentRound) else repr(value)
+        for name, value in values.items()
+        if name not in left_out and not callable(value)
+    }
 
 
 def replay(plan: Plan, path: Sequence[tuple[str, int]], **events: int) -> RoundRun:

@@ -16,7 +16,9 @@ from rainband.rounds.average import Contribution, average
 from rainband.rounds.board import LocalBoard, SharedMemory
 from rainband.rounds.cut import by_member, cut_each, part_sizes
 from rainband.rounds.exchange import Part, RoundId
+from rainband.rounds.joining import Joining
 from rainband.rounds.member import RoundMember
+from rainband.rounds.membership import RoundMembership
 from rainband.rounds.rounds import RoundExchange
 from rainband.rounds.view import Header, Member, RoundView, next_view, up_to_date
 from tests.round_runs import Plan, RoundRun, Script, explore
@@ -287,7 +289,7 @@ def one_slot(patch: pytest.MonkeyPatch) -> None:
     true = RoundMember._exchange
 
     def exchange(member: RoundMember, *arguments: object, **named: object) -> object:
-        member.slot = 0
+        member.membership.slot = 0
         return (yield from true(member, *arguments, **named))  # type: ignore[arg-type]
 
     patch.setattr(RoundMember, "_exchange", exchange)
@@ -301,19 +303,20 @@ def position_of_the_excluded(patch: pytest.MonkeyPatch) -> None:
 def exclusion_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
     """Nobody notices that a member was excluded."""
     patch.setattr(
-        RoundMember, "_reached", lambda member, rank, life, target: member.board.position(rank) >= target or None
+        RoundMembership, "reached", lambda member, rank, life, target: member.board.position(rank) >= target or None
     )
 
 
 def garbage_is_kept(patch: pytest.MonkeyPatch) -> None:
     """A member does not look whether it was excluded while it read."""
-    patch.setattr(RoundMember, "_is_excluded", lambda member: False)
+    patch.setattr(RoundMembership, "is_excluded", lambda member: False)
 
 
 def everybody_counts(patch: pytest.MonkeyPatch) -> None:
     """Contributions of members that missed a step count, and they receive no state."""
     patch.setattr(rainband.rounds.view, "up_to_date", set)
     patch.setattr(rainband.rounds.member, "up_to_date", set)
+    patch.setattr(rainband.rounds.current_round, "up_to_date", set)
 
 
 def nothing_is_carried(patch: pytest.MonkeyPatch) -> None:
@@ -328,12 +331,12 @@ def no_admission(patch: pytest.MonkeyPatch) -> None:
 
 def two_go_on_alone(patch: pytest.MonkeyPatch) -> None:
     """A worker that asks goes on alone, although others are there."""
-    patch.setattr(RoundMember, "_is_best", lambda member: True)
+    patch.setattr(Joining, "_is_best", lambda joining: True)
 
 
 def old_parameters_get_new_gradients(patch: pytest.MonkeyPatch) -> None:
     """A member that missed a step counts what others contributed meanwhile as applied."""
-    patch.setattr(rainband.rounds.member, "accounted", lambda first, averaged, *others: {**first, **averaged})
+    patch.setattr(rainband.rounds.current_round, "accounted", lambda first, averaged, *others: {**first, **averaged})
 
 
 MUTATIONS: dict[Mutation, str] = {

@@ -17,7 +17,7 @@ import rainband
 import rainband.worker.shared_batches as shared_batches
 from rainband.plugins import load_strategy
 from rainband.protocol import events
-from rainband.rounds.member import RoundMember
+from rainband.rounds.current_round import CurrentRound
 from rainband.runtimes.config import RunConfig, SimSettings
 from rainband.runtimes.simulation import run as sim
 from rainband.runtimes.simulation.models.cluster_model import ClusterModel, NodeModel
@@ -165,12 +165,12 @@ def test_random_faults_change_no_update() -> None:
         assert check(random_case(seed, "sync")).violations == []
 
 
-def nothing_is_missing(member: RoundMember, headers: object) -> None:
-    member.missing = ()
+def nothing_is_missing(round_: CurrentRound, headers: object) -> None:
+    round_.missing = ()
 
 
-def everyone_computes_all_that_is_missing(member: RoundMember) -> tuple[int, ...]:
-    return member.missing
+def everyone_computes_all_that_is_missing(round_: CurrentRound) -> tuple[int, ...]:
+    return round_.missing
 
 
 def nobody_is_excluded(rounds: SimulatedRounds, rank: int) -> None:
@@ -178,12 +178,12 @@ def nobody_is_excluded(rounds: SimulatedRounds, rank: int) -> None:
 
 
 def the_state_is_not_taken(state: shared_batches.TrainingState, received: Any) -> None:
-    state.batches.done = received["done"]
+    state.rounds.done = received["done"]
 
 
 BROKEN: dict[str, tuple[Any, str, Callable[..., Any], int, str]] = {
-    "nothing is missing": (RoundMember, "_cut_missing", nothing_is_missing, 8, "samples, not 8"),
-    "all compute it": (RoundMember, "own_missing", everyone_computes_all_that_is_missing, 8, "samples, not 8"),
+    "nothing is missing": (CurrentRound, "divide_missing", nothing_is_missing, 8, "samples, not 8"),
+    "all compute it": (CurrentRound, "own_missing", everyone_computes_all_that_is_missing, 8, "samples, not 8"),
     "nobody is excluded": (SimulatedRounds, "exclude", nobody_is_excluded, 9, "deadlock"),
     "no state": (shared_batches.TrainingState, "apply", the_state_is_not_taken, 15, "parameters differ"),
 }

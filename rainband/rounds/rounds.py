@@ -12,7 +12,8 @@ from rainband.protocol.accounting import SkipReasons
 from rainband.rounds.board import Board
 from rainband.rounds.cut import cut_beside, each_twice
 from rainband.rounds.exchange import Outcome, Part, RoundId, StateHolder
-from rainband.rounds.member import RoundMember, Waiting
+from rainband.rounds.member import RoundMember
+from rainband.rounds.membership import Waiting
 from rainband.rounds.view import RoundView, has_left
 
 
@@ -44,7 +45,7 @@ class RoundExchange:
     @property
     def last_view(self) -> RoundView:
         """Return the view after the open round, as far as this member knows: for one whose script has failed."""
-        return self.member.decide().view if self.member.first else self.view
+        return self.member.decide().view if self.member.round.first else self.view
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -65,14 +66,14 @@ class RoundExchange:
     @property
     def apart(self) -> tuple[int, ...]:
         member = self.member
-        kinds = {rank: header.kind for rank, header in member.last.items()}
+        kinds = {rank: header.kind for rank, header in member.round.last.items()}
         if member.is_in and {"scalars", "mean"} <= set(kinds.values()):
             return tuple(rank for rank, kind in kinds.items() if kind == "mean")
         if not member.is_in or kinds.get(self.rank) != "scalars":
             return ()
         # Those that have contributed gradients of this batch, and went on; a worker that skips it says so.
-        gone = [rank for rank, h in member.averaged.items() if h.kind == "mean" and rank not in kinds]
-        if not member.is_cut:
+        gone = [rank for rank, h in member.round.averaged.items() if h.kind == "mean" and rank not in kinds]
+        if not member.round.is_cut:
             gone += [rank for rank, kind in kinds.items() if kind == "end"]
         lives = {one.rank: one.life for one in member.view.members}
         return tuple(rank for rank in gone if rank in lives and self.board.excluded(rank) < lives[rank])
@@ -87,10 +88,9 @@ class RoundExchange:
         """Begin, in place of the first round, with a state that was collected in an earlier run."""
         member = self.member
         member.holder.apply(state["training"])
-        member.count = max(0, state["count"])
+        member.membership.count = max(0, state["count"])
         before = msgspec.json.decode(state["view"], type=RoundView)
-        member.view = msgspec.structs.replace(before, members=(), shares=(), trial=0)
-        member.view_key = member.view.key()
+        member.membership.take(msgspec.structs.replace(before, members=(), shares=(), trial=0))
 
     def begin(self, epoch: int) -> RoundId:
         where: RoundId = self._run(self.member.begin(epoch))
@@ -104,8 +104,8 @@ class RoundExchange:
         ranks = [one.rank for one in view.members]
         if self.rank not in ranks:
             return batch
-        part = cut_beside(batch, view.sizes(len(member.samples)), ranks.index(self.rank), is_sum)
-        return each_twice(batch, ()) if member.part.trial == "doubled" else part
+        part = cut_beside(batch, view.sizes(len(member.round.samples)), ranks.index(self.rank), is_sum)
+        return each_twice(batch, ()) if member.round.part.trial == "doubled" else part
 
     def mean(
         self,
@@ -122,10 +122,10 @@ class RoundExchange:
         return outcome
 
     def skip(self, reason: str) -> None:
-        self.member.kind, self.member.reason = "skip", self.reasons.bounded(reason)
+        self.member.round.kind, self.member.round.reason = "skip", self.reasons.bounded(reason)
 
     def defer(self) -> None:
-        self.member.kind = "defer"
+        self.member.round.kind = "defer"
 
     def leave_out(self, samples: int) -> None:
         self.member.left_out += samples
@@ -151,7 +151,7 @@ class RoundExchange:
         try:
             while True:
                 until = next(waiting)
-                self.has_left = self.has_left or has_left(self.member.last)
+                self.has_left = self.has_left or has_left(self.member.round.last)
                 if until is not None and not until():
                     began = self.member.clock()
                     self.board.wait(until)

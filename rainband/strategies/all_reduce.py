@@ -33,10 +33,9 @@ class AllReduce(OptimizerSettings, Strategy):
     algorithm: str = "auto"  # auto, direct, ring, recursive_doubling, halving_doubling, double_tree, ring_2d, two_level
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.algorithm != "auto":
             load_algorithm(self.algorithm)
-        self.spec()
-        self.schedule()
 
     @property
     def requires(self) -> Requirements:

@@ -17,9 +17,6 @@ from rainband.strategy import Requirements, Strategy, Worker
 class Single(OptimizerSettings, Strategy):
     """Plain SGD in one process."""
 
-    def __post_init__(self) -> None:
-        self.spec()
-
     @property
     def requires(self) -> Requirements:
         return Requirements(servers=False, max_replicas=1, optimizer="workers")

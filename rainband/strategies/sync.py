@@ -56,6 +56,7 @@ class Sync(OptimizerSettings, Strategy):
     batch_per_worker: bool = False  # each worker computes a batch of its own; False: all share each batch
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.backup_workers < 0:
             raise ValueError(f"backup_workers={self.backup_workers}: choose 0 (wait for all) or more.")
         for name, value, usual in (("scaling", self.scaling, "none"), ("backup_workers", self.backup_workers, 0)):
@@ -64,8 +65,6 @@ class Sync(OptimizerSettings, Strategy):
                     f"{name}={value} needs batch_per_worker=true: without it, workers share each batch, as one process "
                     f"would compute it. Add batch_per_worker=true, or omit {name}."
                 )
-        self.spec()
-        self.schedule()
 
     def num_items(self, num_replicas: int) -> int:
         """Return the number of batches whose gradients make a round."""

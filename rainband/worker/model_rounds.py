@@ -10,7 +10,6 @@ returns to its model at the start of the round.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,6 @@ import torch
 import xxhash
 from torch import Tensor
 
-from rainband.model.containers import marked, restored
 from rainband.model.model_vector import ModelVector
 from rainband.protocol.accounting import NOT_FINITE
 from rainband.rounds.average import Row
@@ -28,7 +26,7 @@ from rainband.rounds.exchange import Outcome
 from rainband.rounds.member import RoundMember
 from rainband.rounds.view import up_to_date
 from rainband.strategy import Batch
-from rainband.worker.shared_batches import WorkerRounds, batch_at, leaves_alone
+from rainband.worker.shared_batches import RoundState, WorkerRounds, batch_at, leaves_alone
 
 if TYPE_CHECKING:
     from rainband.model.gradient import Gradient
@@ -222,7 +220,7 @@ class ModelRounds(WorkerRounds):
         ended, self.open = self.open, None
         if ended is None:
             return
-        before, headers = self.done, self.member.averaged if ended.has_mean else {}
+        before, headers = self.done, self.member.round.averaged if ended.has_mean else {}
         good = {rank for rank in up_to_date(headers) if headers[rank].kind == "mean"}
         for rank, numbers in ended.assigned.items():
             self._count(rank, numbers, headers[rank].scalars if rank in good else (), ended)
@@ -269,49 +267,32 @@ class ModelRounds(WorkerRounds):
         return min([*self.lost, *chain.from_iterable(self.pending.values()), self.next, self.plan.num_batches - 1])
 
 
-class ModelState:
-    """Collects what a worker that joins or returns receives: a model, an optimizer state, and what is done."""
+class ModelState(RoundState):
+    """The state of workers that have a model each; a worker that joins receives that of one of them."""
 
-    def __init__(self, worker: ModuleWorker, rounds: ModelRounds) -> None:
-        self.worker = worker
-        self.rounds = rounds
+    rounds: ModelRounds
 
-    def collect(self) -> Any:
-        worker, rounds = self.worker, self.rounds
-        optimizer = worker.local_optimizer
-        shared = rounds.shared
+    def collect(self) -> dict[str, Any]:
+        rounds = self.rounds
         return {
-            "vectors": list(worker.flat.vectors),
-            "buffers": list(worker.module.buffers()),
-            "optimizer": None if optimizer is None else marked(optimizer.state_dict()),
-            "shared": {key: value.tensors for key, value in shared.items() if isinstance(value, ModelVector)},
-            "numbers": {key: value for key, value in shared.items() if not isinstance(value, ModelVector)},
+            **super().collect(),
+            "shared": {key: value.tensors for key, value in rounds.shared.items() if isinstance(value, ModelVector)},
+            "numbers": {key: value for key, value in rounds.shared.items() if not isinstance(value, ModelVector)},
             "loss": rounds.loss,
             "next": rounds.next,
             "lost": list(rounds.lost),
             "pending": {str(rank): numbers for rank, numbers in rounds.pending.items()},
-            "done": rounds.done,
-            "skipped": dict(rounds.skipped),
-            "stops": rounds.stops,
         }
 
-    @torch.no_grad()
     def apply(self, state: Mapping[str, Any]) -> None:
-        worker, rounds = self.worker, self.rounds
-        for own, value in zip(worker.flat.vectors, state["vectors"], strict=True):
-            own.copy_(value)
-        for buffer, value in zip(worker.module.buffers(), state["buffers"], strict=True):
-            buffer.copy_(value)
-        if worker.local_optimizer is not None and state["optimizer"] is not None:
-            worker.local_optimizer.load_state_dict(restored(state["optimizer"]))
-        rounds.buffers.keep()
+        super().apply(state)
+        rounds = self.rounds
         rounds.open, rounds.distance = None, 0.0
         rounds.shared = {key: ModelVector(tensors).copy() for key, tensors in state["shared"].items()} | state[
             "numbers"
         ]
         rounds.loss, rounds.next, rounds.lost = state["loss"], state["next"], list(state["lost"])
         rounds.pending = {int(rank): list(numbers) for rank, numbers in state["pending"].items()}
-        rounds.done, rounds.skipped, rounds.stops = state["done"], Counter(state["skipped"]), state["stops"]
 
     def fingerprint(self) -> int:
         """Return a hash of what is equal on all workers; 0: there is nothing to compare."""
@@ -322,6 +303,3 @@ class ModelState:
             for tensor in tensors:
                 digest.update(memoryview(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
         return (digest.intdigest() >> 1) if self.rounds.shared else 0
-
-    def has_changed(self) -> bool:
-        return False  # each worker changes its own model, and `fingerprint` is of what is equal

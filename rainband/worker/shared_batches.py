@@ -9,7 +9,7 @@ join, so all count alike.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -25,7 +25,8 @@ from rainband.protocol.steps import Handle
 from rainband.rounds.average import finite
 from rainband.rounds.board import Board, Condition
 from rainband.rounds.exchange import Outcome
-from rainband.rounds.member import RoundMember, Waiting
+from rainband.rounds.member import RoundMember
+from rainband.rounds.membership import RoundMembership, Waiting
 from rainband.strategy import Batch, BatchPart
 
 if TYPE_CHECKING:
@@ -47,8 +48,8 @@ class Transferable(Protocol):
 class OthersInRound(Handle):
     """Something that other members of the rounds write into the memory that all share."""
 
-    def __init__(self, board: Board, until: Condition, member: RoundMember) -> None:
-        self.board = board
+    def __init__(self, until: Condition, member: RoundMembership) -> None:
+        self.board = member.board
         self.until = until
         self.member = member
 
@@ -109,9 +110,9 @@ class WorkerRounds:
         try:
             while True:
                 until = next(waiting)
-                self.member.blocked_by = None
+                self.member.membership.blocked_by = None
                 if until is not None and not until():
-                    await OthersInRound(self.board, until, self.member)
+                    await OthersInRound(until, self.member.membership)
         except StopIteration as end:
             return end.value
 
@@ -191,8 +192,8 @@ class SharedBatches(WorkerRounds):
         tensors, buffers = gradient.tensors, self.buffers.changes()
         outcome = await self._exchange(tensors + buffers, gradient)
         total, loss = outcome.total, outcome.loss
-        while outcome.took_part and self.member.missing:
-            part = BatchPart(self.batch, self.member.own_missing(), self.member.part.total)
+        while outcome.took_part and self.member.round.missing:
+            part = BatchPart(self.batch, self.member.round.own_missing(), self.member.round.part.total)
             self.computed_again += len(part.positions)
             more = await self.worker.gradient(part)
             rest = await self._exchange(more.tensors + self.buffers.changes(), more)
@@ -253,49 +254,60 @@ class _Exchanged(NamedTuple):
     loss: float
 
 
-class TrainingState:
+class RoundState:
     """Collects what a worker that joins or returns receives: parameters, buffers, optimizer state, and what is done."""
 
-    def __init__(self, worker: ModuleWorker, batches: SharedBatches) -> None:
+    def __init__(self, worker: ModuleWorker, rounds: WorkerRounds) -> None:
         self.worker = worker
-        self.batches = batches
+        self.rounds = rounds
 
-    def collect(self) -> Any:
-        worker, batches = self.worker, self.batches
-        batches.settle_skipped()
+    def collect(self) -> dict[str, Any]:
+        worker, rounds = self.worker, self.rounds
         optimizer = worker.local_optimizer
         return {
             "vectors": list(worker.flat.vectors),
             "buffers": list(worker.module.buffers()),
             "optimizer": None if optimizer is None else marked(optimizer.state_dict()),
-            "done": batches.done,
-            "skipped": dict(batches.skipped),
-            "computed_again": batches.computed_again,
-            "stops": batches.stops,
+            "done": rounds.done,
+            "skipped": dict(rounds.skipped),
+            "stops": rounds.stops,
         }
 
     @torch.no_grad()
-    def apply(self, state: Any) -> None:
-        worker, batches = self.worker, self.batches
+    def apply(self, state: Mapping[str, Any]) -> None:
+        worker, rounds = self.worker, self.rounds
         for own, value in zip(worker.flat.vectors, state["vectors"], strict=True):
             own.copy_(value)
         for buffer, value in zip(worker.module.buffers(), state["buffers"], strict=True):
             buffer.copy_(value)
         if worker.local_optimizer is not None and state["optimizer"] is not None:
             worker.local_optimizer.load_state_dict(restored(state["optimizer"]))
-        batches.buffers.keep()
-        batches.batch = batches.result = None
-        batches.done, batches.stops = state["done"], state["stops"]
-        batches.skipped, batches.computed_again = Counter(state["skipped"]), state["computed_again"]
+        rounds.buffers.keep()
+        rounds.done, rounds.skipped, rounds.stops = state["done"], Counter(state["skipped"]), state["stops"]
+
+    def has_changed(self) -> bool:
+        return False  # only the optimizer changes parameters
+
+
+class TrainingState(RoundState):
+    """The state of workers that share each batch: it is equal on all of them."""
+
+    rounds: SharedBatches
+
+    def collect(self) -> dict[str, Any]:
+        self.rounds.settle_skipped()
+        return {**super().collect(), "computed_again": self.rounds.computed_again}
+
+    def apply(self, state: Mapping[str, Any]) -> None:
+        super().apply(state)
+        self.rounds.batch = self.rounds.result = None
+        self.rounds.computed_again = state["computed_again"]
 
     def fingerprint(self) -> int:
         digest = xxhash.xxh3_64()
         for vector in self.worker.flat.vectors:
             digest.update(memoryview(vector.detach().cpu().contiguous().view(torch.uint8).numpy()))  # type: ignore[arg-type]
         return digest.intdigest() >> 1
-
-    def has_changed(self) -> bool:
-        return False  # only the optimizer changes parameters
 
 
 class SharedBuffers:

@@ -34,12 +34,11 @@ class AdaptivePeriod(OptimizerSettings, Strategy):
     interval: int = 64  # steps of each worker between two changes of the period
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.period < 1:
             raise ValueError(f"period={self.period}: choose 1 or more steps between two means.")
         if self.interval < self.period:
             raise ValueError(f"interval={self.interval}: choose at least the period, {self.period} steps.")
-        self.spec()
-        self.schedule()
 
     @property
     def requires(self) -> Requirements:

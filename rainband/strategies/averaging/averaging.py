@@ -36,10 +36,9 @@ class Averaging(OptimizerSettings, Strategy):
     state: Literal["keep", "average"] = "keep"  # of the optimizers, when models are averaged
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.period < 1:
             raise ValueError(f"period={self.period}: choose 1 or more steps between two means.")
-        self.spec()
-        self.schedule()
 
     @property
     def requires(self) -> Requirements:

@@ -36,14 +36,13 @@ class BlockMomentum(OptimizerSettings, Strategy):
     nesterov: bool = True  # workers begin where the momentum leads next; false: at the model
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.period < 1:
             raise ValueError(f"period={self.period}: choose 1 or more steps between two means.")
         if self.block_momentum is not None and not 0 <= self.block_momentum < 1:
             raise ValueError(
                 f"block_momentum={self.block_momentum:g}: choose 0 or more, and less than 1; none: 1 - 1/K."
             )
-        self.spec()
-        self.schedule()
 
     @property
     def requires(self) -> Requirements:

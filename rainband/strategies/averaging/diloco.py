@@ -38,13 +38,12 @@ class Diloco(OptimizerSettings, Strategy):
     fragments: int = 1  # of the parameters, exchanged in turn; 1: all at once
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.period < 1 or not 1 <= self.fragments <= self.period:
             raise ValueError(
                 f"period={self.period} fragments={self.fragments}: choose a period of 1 or more steps, and 1 to "
                 f"{max(1, self.period)} fragments."
             )
-        self.spec()
-        self.schedule()
 
     @property
     def requires(self) -> Requirements:

@@ -26,10 +26,6 @@ from rainband.strategy import LOCAL_STEPS, Requirements, Strategy, Worker
 class OneShot(OptimizerSettings, Strategy):
     """One mean, at the end."""
 
-    def __post_init__(self) -> None:
-        self.spec()
-        self.schedule()
-
     @property
     def requires(self) -> Requirements:
         return LOCAL_STEPS

@@ -38,9 +38,8 @@ class AsyncGossip(OptimizerSettings, Strategy):
     graph: str = "exponential"  # ring, torus, exponential, complete, or a file with one edge per line
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_graph(self.graph)
-        self.spec()
-        self.schedule()
 
     @property
     def requires(self) -> Requirements:

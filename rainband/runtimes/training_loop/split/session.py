@@ -131,7 +131,7 @@ class LoopSession:
 
     def _idle(self) -> None:
         """Handle messages while this worker waits for others, and note for whom."""
-        stats, member = self.stats, self.exchange.member
+        stats, member = self.stats, self.exchange.member.membership
         stats.waiting, stats.held_by = True, member.lagging()
         if member.is_in:
             self.told_return = False
