@@ -7,7 +7,7 @@ import msgspec
 from rainband.coordinator.state import CoordinatorOutput, Phase, RunState, WorkerState
 from rainband.protocol import events
 from rainband.protocol.data_plan import MAX_PORTION_BATCHES, OPEN_ENDED, DataPlan, choose_portion_batches
-from rainband.protocol.layout import BlockSpec, Layout, cut, cut_again, deal
+from rainband.protocol.layout import Layout, PlacedBlocks, cut, cut_again, dealt, place
 from rainband.protocol.messages import Assign, Dataset, Join, Peer, Planned, Welcome
 
 EQUAL_DATA = "The samples must be equal on all workers: seed the random numbers that make them."
@@ -20,6 +20,7 @@ class Planning:
     def __init__(self, state: RunState) -> None:
         self.state = state
         self.first: Dataset | None = None  # the first one of loops that share each batch
+        self.num_pairs = 0  # of a part of the model and a server
 
     def make(self, join: Join, now: float) -> list[CoordinatorOutput]:
         """Make the plan and the blocks; assign the blocks to the servers."""
@@ -28,42 +29,43 @@ class Planning:
         # A custom loop describes its data at its first batch; until then there is one batch, which is leased to nobody.
         data = NO_DATA if join.custom_loop else _data_of(join)
         state.plan = self._first_plan(join, data)
-        blocks = self._cut(join.layout)
-        dealt = deal(blocks, settings.num_servers) if settings.num_servers else ()
-        owners = {block: server for server, mine in enumerate(dealt) for block in mine}
+        placed = self._place(join.layout)
+        self.num_pairs = placed.num_pairs()
         state.welcome = Welcome(
             plan=state.plan,
             servers=tuple(state.servers[i].address for i in sorted(state.servers)),
-            owners=tuple(owners[block.index] for block in blocks) if dealt else (),
-            blocks=blocks,
+            owners=placed.owners,
+            blocks=placed.blocks,
         )
         if state.has_data():
             self._report(now)
-        state.enter(Phase.LOADING if dealt else Phase.RUNNING)
+        state.enter(Phase.LOADING if settings.num_servers else Phase.RUNNING)
         return [
             CoordinatorOutput(
                 state.servers[server].peer,
                 Assign(
                     state.plan,
-                    tuple(blocks[b] for b in mine),
+                    placed.of_server(server),
                     join.layout.groups,
                     self._num_replicas(join),
                     optimizer=join.optimizer,
                     restores=settings.restore is not None,
                 ),
             )
-            for server, mine in enumerate(dealt)
+            for server in range(settings.num_servers)
         ]
 
-    def _cut(self, layout: Layout) -> tuple[BlockSpec, ...]:
-        """Return the blocks: in a run that continues, those that it had, or parts of them."""
+    def _place(self, layout: Layout) -> PlacedBlocks:
+        """Return the blocks and their servers: in a run that continues, those that it had, or parts of them."""
         settings = self.state.settings
-        if settings.restore is None or not settings.num_servers:
-            return cut(layout, max(1, settings.num_servers))
+        if not settings.num_servers:
+            return PlacedBlocks(cut(layout), ())
+        if settings.restore is None:
+            return place(layout, settings.num_servers)
         edges: list[list[int]] = [[0] for _ in layout.vectors]
         for saved in settings.restore.blocks:
             edges[saved.vector].append(saved.stop)
-        return cut_again(layout, edges, settings.num_servers)
+        return dealt(cut_again(layout, edges, settings.num_servers), settings.num_servers)
 
     def _num_replicas(self, join: Join) -> int:
         """Return the replicas for which update rules are made: rounds stay those with which the run began."""
@@ -145,6 +147,7 @@ class Planning:
                 batch_size=plan.batch_size,
                 epochs=plan.epochs if known else 0,
                 workers_per_replica=state.settings.workers_per_replica,
+                server_pairs=self.num_pairs,
             )
         )
         if plan.batch_size > plan.num_samples:

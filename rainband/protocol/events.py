@@ -39,6 +39,7 @@ class PlanMade(Event, frozen=True):
     batch_size: int
     epochs: int
     workers_per_replica: int = 1  # workers that compute one copy of the model together
+    server_pairs: int = 0  # pairs of one of them and a server that holds its parameters
 
 
 class StagePredicted(msgspec.Struct, frozen=True):

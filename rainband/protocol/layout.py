@@ -6,7 +6,8 @@ import hashlib
 import math
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import msgspec
 
@@ -15,6 +16,7 @@ ITEM_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 # Results are the same bits however a vector is cut, as long as no SIMD register (16 floats) straddles a cut.
 UNIT = 16
 CACHE_LINE_BYTES = 64
+NEAR = 20  # a server's stretch ends at a border between parts that is nearer than its length divided by this
 
 Scalar = float | int | bool | str | None
 Settings = dict[str, float | int | bool | str | list[Scalar] | None]
@@ -195,6 +197,101 @@ def deal(blocks: Sequence[BlockSpec], num_servers: int) -> tuple[tuple[int, ...]
             shards[server].append(block.index)
             loads[server] += block.num_bytes
     return tuple(map(tuple, shards))
+
+
+class PlacedBlocks(NamedTuple):
+    """The blocks of a model, and the server that holds each."""
+
+    blocks: tuple[BlockSpec, ...]
+    owners: tuple[int, ...]
+
+    def of_server(self, server: int) -> tuple[BlockSpec, ...]:
+        return tuple(block for block, owner in zip(self.blocks, self.owners, strict=True) if owner == server)
+
+    def num_pairs(self) -> int:
+        """Return the number of pairs of a part and a server that holds some of it."""
+        return len({(block.part, owner) for block, owner in zip(self.blocks, self.owners, strict=False)})
+
+
+def place(layout: Layout, num_servers: int, block_bytes: int = 1 << 20) -> PlacedBlocks:
+    """Cut a model into blocks, and give each a server.
+
+    Of a model that several workers compute together, the parts are put on a line, which is cut into equal stretches,
+    one for each server; a cut near a border between parts is moved there. So K parts and S servers make at most
+    S + K - 1 pairs of a part and a server, and max(S, K) if parts are equal and one number divides the other; a server
+    holds at most a tenth more or less than the mean.
+    """
+    sizes: dict[int, int] = {}
+    for vector in layout.vectors:
+        sizes[vector.part] = sizes.get(vector.part, 0) + _num_bytes(vector)
+    if len(sizes) < 2:
+        return dealt(cut(layout, num_servers, block_bytes), num_servers)
+    parts = list(sizes)
+    fractions = dict(zip(parts, align(list(sizes.values()), num_servers), strict=True))
+    edges, owners = [], []
+    for vector in layout.vectors:
+        of_vector, servers = _edges_in_rounds(vector, fractions[vector.part], block_bytes)
+        edges.append(of_vector)
+        owners += servers
+    return PlacedBlocks(cut_at(layout, edges), tuple(owners))
+
+
+def dealt(blocks: Sequence[BlockSpec], num_servers: int) -> PlacedBlocks:
+    """Deal the blocks of a model that each worker has as a whole."""
+    owners = {block: server for server, mine in enumerate(deal(blocks, num_servers)) for block in mine}
+    return PlacedBlocks(tuple(blocks), tuple(owners[block.index] for block in blocks))
+
+
+def align(sizes: Sequence[int], num_servers: int) -> list[dict[int, int]]:
+    """Return, for each part of these sizes, the servers that hold it and how many bytes each of them holds."""
+    ends = list(accumulate(sizes))
+    total = ends[-1]
+    cuts = [0, *(_moved(total * server, num_servers, ends, total) for server in range(1, num_servers)), total]
+    found: list[dict[int, int]] = []
+    begin = 0
+    for end in ends:
+        of_part = {
+            server: min(end, cuts[server + 1]) - max(begin, cuts[server])
+            for server in range(num_servers)
+            if min(end, cuts[server + 1]) > max(begin, cuts[server])
+        }
+        found.append(of_part)
+        begin = end
+    return found
+
+
+def _moved(cut_times: int, times: int, borders: Sequence[int], total: int) -> int:
+    """Return the cut at cut_times / times, or the border between parts that is near it."""
+    nearest = min(borders[:-1], key=lambda border: abs(border * times - cut_times))
+    return nearest if abs(nearest * times - cut_times) * NEAR < total else cut_times // times
+
+
+def _edges_in_rounds(vector: VectorSpec, bytes_of: dict[int, int], block_bytes: int) -> tuple[list[int], list[int]]:
+    """Return the edges of a vector's blocks and their servers: rounds of a block for each, as large as its fraction.
+
+    So all servers of a part work on a push at once.
+    """
+    num_units = -(-vector.numel // UNIT)
+    weights, whole = list(bytes_of.items()), sum(bytes_of.values())
+    if not num_units or not whole:
+        return [], []
+    largest = _num_bytes(vector) * max(bytes_of.values()) / whole
+    rounds = max(1, min(num_units // len(weights), -(-int(largest) // block_bytes)))
+    edges, owners, done = [0], [], 0
+    for number in range(rounds):
+        so_far = number * whole
+        for server, weight in weights:
+            so_far += weight
+            stop = num_units * so_far // (rounds * whole)
+            if stop > done:
+                edges.append(min(vector.numel, UNIT * stop))
+                owners.append(server)
+                done = stop
+    return edges, owners
+
+
+def _num_bytes(vector: VectorSpec) -> int:
+    return vector.numel * ITEM_BYTES[vector.dtype]
 
 
 def _edges(vector: VectorSpec, num_servers: int, block_bytes: int) -> list[int]:

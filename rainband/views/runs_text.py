@@ -128,6 +128,10 @@ def _about(run: PastRun) -> list[tuple[str, str]]:
         rows += _machines(so_far)
     if so_far.plan:
         rows.append(("plan", plan_made(so_far.plan)))
+        if so_far.plan.workers_per_replica > 1 and so_far.started and so_far.started.num_servers:
+            workers, servers = so_far.plan.workers_per_replica, so_far.started.num_servers
+            pairs = f"{count(so_far.plan.server_pairs, 'pair')} of a worker and a server that holds its parameters"
+            rows.append(("shards", f"in each replica {pairs}, of {workers * servers} possible"))
     if run.unreadable:
         rows.append(("note", f"{run.unreadable} lines of events.jsonl could not be read"))
     if run.config:
