@@ -158,6 +158,15 @@ def test_staleness_over_time_is_that_of_each_interval(tmp_path: Path) -> None:
     assert history.strips[0].waiting == [0.5, 0.5, 0.5]
 
 
+def test_a_lost_worker_neither_computes_nor_waits() -> None:
+    folded = Folded()
+    for event in [*made_run(num_workers=2, seconds=1)[:-3], events.Lost(at_s=2.5, node="worker 1", why="killed")]:
+        folded.absorb(event)
+    still = next(event for event in measured(2, 1, 9, [0], [5, 5]) if isinstance(event, events.NodesMeasured))
+    folded.absorb(msgspec.structs.replace(still, at_s=3.0))
+    assert [sorted(column.shares) for column in folded.strips.columns] == [[0, 1], [0]]
+
+
 def test_the_names_of_the_bins_are_the_intervals() -> None:
     assert bin_names() == ["0", "1", "2", "3–4", "5–8", "9–16", "17–32", "33–64", "65–128", "129+"]
 

@@ -16,7 +16,13 @@ from typing import Any
 
 FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars"),
+    *(
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        "--hide-scrollbars",
+        "about:blank",
+    ),
 )
 WAIT_S = 20.0
 
@@ -45,6 +51,7 @@ class Browser:
         self.session = ""
         self._until(self._is_ready)
         self.session = self._post("/session", {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
+        self.addresses()  # those of the browser itself
 
     def close(self) -> None:
         try:
@@ -63,6 +70,15 @@ class Browser:
     def resize(self, width: int, height: int) -> None:
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.devtools("Emulation.setDeviceMetricsOverride", metrics)
+
+    def prefer(self, theme: str) -> None:
+        """Prefer a dark or a light theme, as the user's system does."""
+        self.devtools("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": theme}]})
+
+    def press(self, *keys: str) -> None:
+        """Press keys one after the other."""
+        actions = [{"type": kind, "value": key} for key in keys for kind in ("keyDown", "keyUp")]
+        self._post(f"/session/{self.session}/actions", {"actions": [{"type": "key", "id": "keys", "actions": actions}]})
 
     def run(self, script: str, *arguments: object) -> Any:
         """Run JavaScript in the page, and return its result."""

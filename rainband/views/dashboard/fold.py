@@ -120,9 +120,13 @@ class Folded:
         shares = {
             worker: new.since(old.get(worker, zero))
             for worker, new in totals(nodes).items()
-            if before is None or worker in old
+            if (before is None or worker in old) and not self._is_gone(worker, new, old.get(worker, zero))
         }
         self.strips.add(Column(begin_s, nodes.at_s, shares))
+
+    def _is_gone(self, worker: int, now: Shares, before: Shares) -> bool:
+        """Return True for a lost worker that has done nothing any more: it neither computes nor waits."""
+        return now == before and f"worker {worker}" in self.so_far.lost
 
 
 def totals(nodes: events.NodesMeasured) -> dict[int, Shares]:

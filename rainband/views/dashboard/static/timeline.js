@@ -59,7 +59,7 @@ export async function drawTimeline(now, history, length, connection) {
   $("lengths").hidden = !now.has_spans || !connection;
   $("timeline-note").textContent = spans
     ? range
-    : `share of each interval; ${now.has_spans ? "" : "a run started with --timeline shows every step"}`;
+    : `share of each interval${now.has_spans ? "" : "; a run started with --timeline shows every step"}`;
 }
 
 function drawSpans({ g, width, height, names, boxes }) {

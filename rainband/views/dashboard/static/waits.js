@@ -54,7 +54,7 @@ function noWaits(now) {
 }
 
 function drawNames(picture, ranks, size) {
-  const [down, across] = [Math.ceil(14 / size), Math.ceil(26 / size)];
+  const [down, across] = [Math.ceil(14 / size), Math.ceil((14 + 6 * String(ranks.at(-1)).length) / size)];
   ranks.forEach((rank, k) => {
     const middle = k * size + size / 2;
     if (k % across === 0) picture.append(svg("text", { x: LEFT + middle, y: 11, "text-anchor": "middle" }, `w${rank}`));
