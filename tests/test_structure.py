@@ -67,6 +67,13 @@ AS_MAPPING = {"as_dict", "as_plain"}  # list all settings of a strategy; picking
 
 TENSOR_ATTRIBUTES = {"data", "grad", "requires_grad"}  # of torch's tensors, whatever methods of these names we have
 
+# What the messages of a worker's lifecycle, and the steps of a coroutine, are made by.
+ONE_PLACE = {
+    ("Ended", "Concluded"): "worker/lifecycle.py",
+    ("Join",): "worker/session.py",
+    ("send", "throw"): "protocol/steps.py",
+}
+
 Offenders = dict[str, str]  # name of the offender -> what is wrong
 Law = Callable[["Package"], Offenders]
 
@@ -616,7 +623,22 @@ def long_files(package: Package) -> Offenders:
     }
 
 
+def second_mechanisms(package: Package) -> Offenders:
+    """Return where a file does again what one file does for all: a worker's lifecycle, driving a coroutine."""
+    offenders = {}
+    for path, node in nodes(package, ast.Call):
+        assert isinstance(node, ast.Call)
+        called = last_name(node.func)
+        home = next((home for names, home in ONE_PLACE.items() if called in names), path)
+        is_driving = called not in ("send", "throw") or "coroutine" in ast.unparse(node.func)
+        if home != path and is_driving:
+            text = ast.unparse(node.func)
+            offenders[f"{path}: {text}"] = f"{path} calls {text}: {home} does that for all runtimes, so use it"
+    return offenders
+
+
 LAWS: list[Law] = [
+    second_mechanisms,
     crowded_folders,
     repeated_classes,
     probed_strategies,
@@ -665,6 +687,9 @@ def parameters(count: int) -> str:
 
 
 BREACHES: list[tuple[Law, dict[str, str]]] = [
+    (second_mechanisms, {"runtimes/a.py": "link.tell(Ended(3))"}),
+    (second_mechanisms, {"runtimes/a.py": "link.tell(messages.Join(layout))"}),
+    (second_mechanisms, {"runtimes/a.py": "self.coroutine.send(None)"}),
     (crowded_folders, {f"views/v{i}.py": "" for i in range(17)}),
     (repeated_classes, {"a.py": "class Plan: ...", "b.py": "def f():\n    class Plan: ..."}),
     (repeated_classes, {"a.py": "class Plan: ...", "b.py": "Plan = namedtuple('Plan', 'a b')"}),
@@ -755,6 +780,8 @@ BREACHES: list[tuple[Law, dict[str, str]]] = [
 ]
 
 ALLOWED: list[tuple[Law, dict[str, str]]] = [
+    (second_mechanisms, {"worker/lifecycle.py": "link.tell(Ended(3))", "a.py": "sock.send(data)"}),
+    (second_mechanisms, {"a.py": "match it:\n    case Ended(): ..."}),
     (crowded_folders, {f"views/{folder}/v{i}.py": "" for folder in "ab" for i in range(16)}),
     (repeated_classes, {"a.py": "class Plan: ...", "b.py": "class Placement: ..."}),
     (probed_strategies, {"a.py": "getattr(torch, strategy.dtype)"}),
