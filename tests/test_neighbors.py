@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 import rainband
-from rainband.collectives.graphs import NAMES, check_mixing, is_connected, mixing_matrix
+from rainband.collectives.graphs import NAMES, is_connected, mixing_matrix
 from rainband.plugins import load_strategy
 from rainband.strategies.averaging.averaging import Averaging
 from rainband.strategies.averaging.elastic import Elastic
@@ -22,6 +23,13 @@ from rainband.tasks.quadratic import Quadratic
 from tests.test_local_steps import FAULTS, TASK, OneHot, fitted, weights
 
 # ---- graphs ----
+
+
+def check_mixing(matrix: Sequence[Sequence[float]]) -> None:
+    """Check that a matrix is symmetric and non-negative, with rows that sum to 1."""
+    values = np.array(matrix)
+    assert np.allclose(values.sum(axis=1), 1.0, rtol=0, atol=1e-9)
+    assert (values >= 0).all() and np.allclose(values, values.T, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("graph", NAMES)
@@ -84,14 +92,6 @@ def test_a_wrong_file_is_refused(text: str, told: str, tmp_path: Path) -> None:
 def test_a_graph_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ValueError, match=r"graph=rnig: it must be ring, torus, exponential, complete, or a file"):
         load_strategy("gossip", {"graph": "rnig"})
-
-
-@pytest.mark.parametrize(
-    "matrix, told", [(((0.5, 0.4), (0.4, 0.6)), "sums to 0.9"), (((0.5, 0.5), (0.4, 0.6)), "must be symmetric")]
-)
-def test_a_wrong_mixing_matrix_is_refused(matrix: Any, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        check_mixing(matrix)
 
 
 # ---- gossip ----

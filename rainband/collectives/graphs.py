@@ -13,7 +13,6 @@ from pathlib import Path
 
 NAMES = ("ring", "torus", "exponential", "complete")
 Matrix = tuple[tuple[float, ...], ...]
-TOLERANCE = 1e-9
 
 
 @lru_cache(maxsize=256)
@@ -45,19 +44,6 @@ def check_graph(graph: str) -> None:
     """Raise ValueError if there is no such graph."""
     if graph not in NAMES:
         read_edges(graph)
-
-
-def check_mixing(matrix: Sequence[Sequence[float]]) -> None:
-    """Raise ValueError unless a matrix is symmetric and non-negative, with rows that sum to 1."""
-    for i, row in enumerate(matrix):
-        if abs(sum(row) - 1.0) > TOLERANCE:
-            raise ValueError(f"row {i} of the mixing matrix sums to {sum(row):g}: it must sum to 1.")
-        for j, weight in enumerate(row):
-            if weight < 0 or abs(weight - matrix[j][i]) > TOLERANCE:
-                raise ValueError(
-                    f"the mixing matrix has {weight:g} at ({i}, {j}) and {matrix[j][i]:g} at ({j}, {i}): it must be "
-                    "symmetric and not negative."
-                )
 
 
 def is_connected(matrix: Sequence[Sequence[float]]) -> bool:
