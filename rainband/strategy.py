@@ -79,8 +79,8 @@ class Requirements:
 
     def checkpoint_obstacle(self, workers_per_replica: int = 1) -> str:
         """Return why a run cannot be continued from a checkpoint; empty: it can."""
-        if workers_per_replica > 1:
-            return "its workers compute one model together, in stages"
+        if workers_per_replica > 1 and not self.servers:
+            return "its workers compute one model together, in stages, and have its optimizer"
         return ""
 
 

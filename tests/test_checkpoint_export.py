@@ -114,10 +114,11 @@ def test_a_run_without_options_has_a_checkpoint_every_five_minutes_and_a_simulat
 def test_a_strategy_without_checkpoints_says_so_if_one_is_asked_for() -> None:
     stages = (PlacedStage((0,), ("first",)), PlacedStage((1,), ("last",)))
     two = Placement(model="", kind="pipeline", partitioner="", num_machines=2, stages=stages)
+    own = Requirements(servers=False)
     staged = msgspec.structs.replace(CONFIG, stage_plan=StagePlan(plan=two))
-    assert with_checkpoints(staged, {}, Requirements(), print).checkpoint_every_s == 0
+    assert with_checkpoints(staged, {}, own, print).checkpoint_every_s == 0
     with pytest.raises(OptionError, match="has no checkpoints, because"):
-        with_checkpoints(staged, {"checkpoint_every": "5m"}, Requirements(), print)
+        with_checkpoints(staged, {"checkpoint_every": "5m"}, own, print)
 
 
 def test_checkpoints_are_listed_the_newest_first_and_damage_is_named(tmp_path: Path) -> None:

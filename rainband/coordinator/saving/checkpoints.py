@@ -125,9 +125,10 @@ class Checkpoints:
         servers = [] if self.by_workers else [s.peer for s in state.servers.values()]
         self.done_before = done
         name = name_of(done)
-        self.current = Collected(self.number, name, now, final, {worker.peer, *servers}, step=done, position=position)
+        workers = [other.peer for other in state.replica_of(worker.peer.index)]  # each has a part of the model
+        self.current = Collected(self.number, name, now, final, {*workers, *servers}, step=done, position=position)
         snapshot = TakeSnapshot(self.number, name, at_version)
-        return [CoordinatorOutput(peer, snapshot) for peer in (*servers, worker.peer)]
+        return [CoordinatorOutput(peer, snapshot) for peer in (*servers, *workers)]
 
     def _why_not(self) -> str:
         """Return why this run has no checkpoints; "" if it may have some."""
@@ -147,7 +148,7 @@ class Checkpoints:
         """Return the worker that writes: the first of this machine, whose disk is the one of the run."""
         state = self.state
         local = state.settings.local_ranks
-        ready = [w for w in state.connected() if w.active and not w.ended]
+        ready = [w for w in state.connected() if w.active and not w.ended and state.is_complete(w.peer.index)]
         return min(ready, key=lambda w: (w.peer.index not in local, w.peer.index), default=None)
 
     def _newest_round(self) -> int:
@@ -202,7 +203,7 @@ class Checkpoints:
 
     def _workers(self) -> Iterable[Peer]:
         worker = self._worker()
-        return [] if worker is None else [worker.peer]
+        return [] if worker is None else [other.peer for other in self.state.replica_of(worker.peer.index)]
 
     def _all_written(self, now: float) -> None:
         current, plan = self.current, self.state.plan

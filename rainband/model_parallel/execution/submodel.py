@@ -133,18 +133,18 @@ class Submodel:
         if self.replica:
             return {}
         parameters = {name: p.data for name, p in self.model.named_parameters() if self.owner[id(p)] == self.rank}
-        return parameters | {name: self.model.get_buffer(name) for name in self._buffers()}
+        return parameters | self.buffers()
 
-    def _buffers(self) -> list[str]:
+    def buffers(self) -> dict[str, Tensor]:
         """Return the buffers that are used here; on the first machine also those that no machine uses."""
         mine = {id(buffer) for buffer in self.module.buffers()}
         used = {id(buffer) for buffer in self.cut.buffers_of(tuple(self.cut.nodes))}
         saved = self.model.state_dict(keep_vars=True)
-        return [
-            name
+        return {
+            name: buffer
             for name, buffer in self.model.named_buffers()
             if name in saved and (id(buffer) in mine or (self.machine == 0 and id(buffer) not in used))
-        ]
+        }
 
 
 def layout_of(cut: Cut, plan: StagePlan, stages: Mapping[str, int]) -> FragmentLayout:

@@ -15,7 +15,7 @@ from rainband.protocol.saved_state import Restore, step_of
 from rainband.runtimes.config import RunConfig
 
 FOLDER = "checkpoints"
-WORKER_FILE = "worker.safetensors"
+WORKER_FILE = "worker.safetensors"  # of the worker with rank 0 in its replica
 COORDINATOR_FILE, RESULTS = "coordinator.safetensors", "results"  # of commands; the name of its tensor
 
 
@@ -24,6 +24,12 @@ def store_of(config: RunConfig) -> Store:
     if not config.checkpoints:
         return open_store(str(Path(config.directory) / FOLDER))
     return open_store(f"{config.checkpoints.rstrip('/')}/{Path(config.directory).name}")
+
+
+def worker_file(worker: int, workers_per_replica: int) -> str:
+    """Return the name of a worker's file: several, if they compute one model together, each have a part of it."""
+    rank = worker % workers_per_replica if workers_per_replica > 1 else 0
+    return f"worker-{rank}.safetensors" if rank else WORKER_FILE
 
 
 def find(place: str, tell: Callable[[str], None]) -> Checkpoint:

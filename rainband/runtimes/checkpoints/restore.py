@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from rainband.checkpoints.read import Checkpoint
 from rainband.checkpoints.store import Store
 from rainband.errors import BadCheckpoint
 from rainband.model.save import named_parameters
+from rainband.model_parallel.execution.worker import StageWorker
 from rainband.protocol.layout import BlockSpec
 from rainband.protocol.saved_state import SavedBlock
 from rainband.runtimes.checkpoints.place import WORKER_FILE, facts_of, opened, store_of
@@ -70,20 +71,28 @@ def _tensors(checkpoint: Checkpoint, saved: SavedBlock, spec: BlockSpec) -> dict
 def begin_checkpoints(worker: ModuleWorker, session: Session, source: Checkpoint | None, write: Write) -> None:
     """Let a worker take part in checkpoints; if the run continues from one, give it its state."""
     steps_itself = not session.strategy.requires.servers
-    worker.snapshots = session.snapshots = snapshots = WorkerSnapshots(worker, steps_itself, write)
+    stage = worker if isinstance(worker, StageWorker) else None
+    buffers = stage.submodel.buffers if stage is not None else lambda: dict(worker.module.named_buffers())
+    worker.snapshots = session.snapshots = snapshots = WorkerSnapshots(worker, steps_itself, write, buffers)
     if source is not None and source.has(WORKER_FILE):
-        snapshots.restored = _restored(worker, source)
+        snapshots.restored = _restored(buffers(), stage is None, source)
 
 
-def _restored(worker: ModuleWorker, checkpoint: Checkpoint) -> SavedWorker:
+def _restored(own: Mapping[str, Tensor], has_whole_model: bool, checkpoint: Checkpoint) -> SavedWorker:
     """Give a worker its buffers; return the rest, which it gets when the strategy makes the optimizer."""
     blocks = checkpoint.manifest.blocks
     try:
-        state = SavedWorker(**checkpoint.state(WORKER_FILE))
+        state = SavedWorker(**{**checkpoint.state(WORKER_FILE), "buffers": _buffers(checkpoint)})
     except TypeError as error:
         raise BadCheckpoint(checkpoint.place, f"the state of a worker has other parts ({error})") from None
-    state.put_buffers(worker)
+    state.put_buffers(own, has_whole_model)
     return state._replace(block=blocks[0] if state.training is not None and blocks else None)
+
+
+def _buffers(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Return the buffers that the workers of one replica have written."""
+    names = [file.name for file in checkpoint.manifest.files if file.name.startswith("worker")]
+    return {name: buffer for file in names for name, buffer in checkpoint.state(file)["buffers"].items()}
 
 
 def model_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -95,7 +104,7 @@ def model_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
         tensors = dict(zip((spec.name for spec in layout.parameters), training["parameters"], strict=True))
         return {**tensors, **dict(zip(state["buffer_names"], training["buffers"], strict=True))}
     vectors = training["vectors"] if training is not None else _vectors(checkpoint)
-    return {**named_parameters(layout, vectors), **state.get("buffers", {})}
+    return {**named_parameters(layout, vectors), **_buffers(checkpoint)}
 
 
 def _vectors(checkpoint: Checkpoint) -> list[Tensor]:

@@ -73,12 +73,19 @@ def write_blocks(store: Store, snapshot: TakeSnapshot, name: str, blocks: Sequen
     return Saved(snapshot.number, (file,), saved, more=more)
 
 
-def write_worker(store: Store, snapshot: TakeSnapshot, state: object, block: SavedBlock | None, step: int = 0) -> Saved:
+def write_worker(
+    store: Store,
+    snapshot: TakeSnapshot,
+    state: object,
+    block: SavedBlock | None,
+    step: int = 0,
+    name: str = WORKER_FILE,
+) -> Saved:
     """Write the state of a worker; return what to report. `step`: batches in it, if there is no block."""
     try:
         folder = commit.begin(store, snapshot.folder)
-        file = write_file(store, folder, WORKER_FILE, state)
+        file = write_file(store, folder, name, state)
     except FAILURES as error:
-        return Saved(snapshot.number, error=f"{WORKER_FILE}: {error}")
+        return Saved(snapshot.number, error=f"{name}: {error}")
     blocks = () if block is None else (msgspec.structs.replace(block, file=file.name),)
     return Saved(snapshot.number, (file,), blocks, step)

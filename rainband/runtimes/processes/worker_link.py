@@ -30,7 +30,7 @@ from rainband.protocol.messages import (
 from rainband.protocol.ports import BlockValues, Port
 from rainband.protocol.saved_state import SavedBlock
 from rainband.runtimes.checkpoints.background import BackgroundThread
-from rainband.runtimes.checkpoints.place import store_of
+from rainband.runtimes.checkpoints.place import store_of, worker_file
 from rainband.runtimes.checkpoints.write import write_worker
 from rainband.runtimes.config import Job
 from rainband.runtimes.processes.drive import Deadline, drive
@@ -158,9 +158,12 @@ class WorkerLink:
     def save_state(self, snapshot: TakeSnapshot, state: object, block: SavedBlock | None, step: int = 0) -> None:
         """Write the state of this worker for a checkpoint, beside the training."""
 
+        size = self.config.stage_plan.size if self.config.stage_plan is not None else 1
+        name = worker_file(self.index, size)
+
         def write() -> Callable[[], None]:
             with suppress(RainbandError):  # the run is over
-                self.tell(write_worker(store_of(self.config), snapshot, state, block, step))
+                self.tell(write_worker(store_of(self.config), snapshot, state, block, step, name))
             return nothing
 
         self.background.submit(write)

@@ -17,6 +17,7 @@ from rainband.protocol.messages import COORDINATOR, Ack, InitBlock, Message, Par
 from rainband.protocol.ports import BlockValues, Port
 from rainband.protocol.saved_state import SavedBlock
 from rainband.protocol.steps import Handle, Steps, Until, Work
+from rainband.runtimes.checkpoints.place import worker_file
 from rainband.runtimes.checkpoints.restore import begin_checkpoints
 from rainband.runtimes.checkpoints.write import write_worker
 from rainband.runtimes.simulation.message_bus import HEADER_BYTES, Node, Payload
@@ -153,7 +154,8 @@ class WorkerNode(Node):
     def _save_state(self, snapshot: TakeSnapshot, state: object, block: SavedBlock | None) -> None:
         checkpoints = self.cluster.scenario.checkpoints
         assert checkpoints is not None
-        self.tell(write_worker(checkpoints.store, snapshot, state, block))
+        name = worker_file(self.peer.index, self.cluster.settings.workers_per_replica)
+        self.tell(write_worker(checkpoints.store, snapshot, state, block, name=name))
 
     def join_again(self) -> None:
         """Join a coordinator that was started again and knows no worker."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rainband.protocol.messages import TakeSnapshot
     from rainband.worker.worker import ModuleWorker
 
+NamedBuffers = Callable[[], Mapping[str, Tensor]]
 Write = Callable[["TakeSnapshot", object, SavedBlock | None], None]
 
 
@@ -51,8 +52,10 @@ class SnapshotRequests:
 class WorkerSnapshots(SnapshotRequests):
     """Copies the state of a worker that trains a task."""
 
-    def __init__(self, worker: ModuleWorker, steps_itself: bool, write: Write) -> None:
+    def __init__(self, worker: ModuleWorker, steps_itself: bool, write: Write, buffers: NamedBuffers) -> None:
+        """`buffers` returns those of the model, or of this worker's part of it, by their names in the model."""
         super().__init__(steps_itself)
+        self.buffers = buffers
         self.worker = worker
         self.write = write
         self.restored: SavedWorker | None = None  # of the checkpoint from which the run continues
@@ -67,7 +70,7 @@ class WorkerSnapshots(SnapshotRequests):
             self.worker.local_optimizer.load_state_dict(restored(self.restored.optimizer))
 
     def take(self, wanted: TakeSnapshot) -> None:
-        state, block = state_of(self.worker)
+        state, block = state_of(self.worker, self.buffers())
         self.write(wanted, copied(state), block)
 
 
@@ -80,11 +83,11 @@ class SavedWorker(NamedTuple):
     optimizer: Any = None  # of a worker whose steps do not count: others hold the parameters
 
     @torch.no_grad()
-    def put_buffers(self, worker: ModuleWorker) -> None:
-        """Copy the buffers into the worker's model; ValueError if they are those of another."""
-        own = dict(worker.module.named_buffers())
-        if own.keys() != self.buffers.keys():
-            differing = ", ".join(sorted(own.keys() ^ self.buffers.keys()))
+    def put_buffers(self, own: Mapping[str, Tensor], has_whole_model: bool) -> None:
+        """Copy the buffers into the worker's model, or its part of it; ValueError if they are those of another."""
+        others = self.buffers.keys() if has_whole_model else self.buffers.keys() & own.keys()
+        if own.keys() != others:
+            differing = ", ".join(sorted(own.keys() ^ others))
             raise ValueError(f"the checkpoint has other buffers than this model: {differing}.")
         for name, buffer in own.items():
             buffer.copy_(self.buffers[name])
@@ -107,9 +110,9 @@ class SavedWorker(NamedTuple):
         worker.accounting.restore(self.block, self.training["skipped"])
 
 
-def state_of(worker: ModuleWorker) -> tuple[dict[str, Any], SavedBlock | None]:
+def state_of(worker: ModuleWorker, buffers: Mapping[str, Tensor]) -> tuple[dict[str, Any], SavedBlock | None]:
     """Return the state that a SavedWorker is made of, and what the worker has accepted."""
-    state: dict[str, Any] = {"buffers": dict(worker.module.named_buffers())}
+    state: dict[str, Any] = {"buffers": dict(buffers)}
     if worker.rounds is not None:
         return {**state, "training": worker.rounds.state.collect()}, _of_rounds(worker.rounds)
     if worker.local_optimizer is None:
