@@ -65,6 +65,10 @@ def join(model: Any, optimizer: Any) -> SplitLoop | TrainingLoop | SingleProcess
         from rainband.runtimes.training_loop.split.loop import joined_loop
 
         return joined_loop(model, optimizers, member)
+    if member.strategy.requires.local_steps:
+        from rainband.runtimes.training_loop.local_steps import LocalStepsLoop
+
+        return LocalStepsLoop(model, optimizers, member)
     from rainband.runtimes.training_loop.loop import TrainingLoop
 
     return TrainingLoop(model, optimizers, member)

@@ -55,6 +55,7 @@ class Requirements:
     in_stages: Mapping[str, Any] = field(default_factory=dict)  # settings that make the same updates with stages
     algorithm: str = ""  # of the all-reduce by which workers that share batches average; empty: each reads all others
     local_steps: bool = False  # workers train models of their own, and average them in rounds (`worker.models`)
+    needs_loss: bool = False  # of each batch: a custom training loop must report it before its step
     whole_model: bool = False  # a worker must hold the whole model: no stages
     stages: StageVersions | None = None  # a pipeline whose stages step by themselves, with these weight versions
     custom_loop: bool = True  # it can be used in a user's own training loop
@@ -85,9 +86,7 @@ class Requirements:
 
 
 # Of strategies whose workers make steps of their own and exchange models in rounds.
-LOCAL_STEPS = Requirements(
-    servers=False, optimizer="workers", waits="rounds", local_steps=True, whole_model=True, custom_loop=False
-)
+LOCAL_STEPS = Requirements(servers=False, optimizer="workers", waits="rounds", local_steps=True, whole_model=True)
 
 
 class Straggler(NamedTuple):

@@ -144,7 +144,9 @@ def test_a_worker_that_is_killed_costs_nothing_but_time(tmp_path: Path) -> None:
 
 
 def test_a_loop_of_ones_own_cannot_be_led() -> None:
-    with pytest.raises(ValueError, match=r"does not work in a custom training loop: use rainband.minimize\(task\)"):
+    with pytest.raises(
+        ValueError, match=r"because it uses the data as often as it needs: use rainband.minimize\(task\)"
+    ):
         check_custom_loop("sandblaster", load_strategy("sandblaster", {}).requires)
     check_custom_loop("downpour", load_strategy("downpour", {}).requires)
 

@@ -267,22 +267,21 @@ def _as_one_replica(
 
 def check_custom_loop(name: str, requires: Requirements) -> None:
     """Raise if the strategy cannot be used in a custom training loop."""
+    use = f"use rainband train TASK {name}, or choose another strategy, such as averaging or downpour"
     if requires.coordinated:
-        raise OptionError(
-            f"{name} uses the data as often as it needs, so it does not work in a custom training loop: use "
-            f"rainband.minimize(task), or rainband train TASK {name}."
+        why, use = (
+            "it uses the data as often as it needs",
+            f"use rainband.minimize(task), or rainband train TASK {name}",
         )
-    if requires.shared_memory:
-        raise OptionError(
-            f"{name} updates parameters in memory that all workers share, so it does not work in a custom training "
-            f"loop: use rainband train TASK {name}, or choose downpour."
-        )
-    if requires.stages is not None or not requires.custom_loop:
-        what = "is a pipeline of stages" if requires.stages is not None else "does not support it"
-        raise OptionError(
-            f"{name} does not work in a custom training loop, because it {what}: use rainband train TASK {name}, or "
-            "choose downpour."
-        )
+    elif requires.shared_memory:
+        why = "its workers train models in memory that all workers share"
+    elif requires.stages is not None:
+        why = "it is a pipeline of stages"
+    elif not requires.custom_loop:
+        why = "its `requires` declares custom_loop=False"
+    else:
+        return
+    raise OptionError(f"{name} does not work in a custom training loop, because {why}: {use}.")
 
 
 def _workers(options: RunOptions, name: str, requires: Requirements, size: int, usual: int) -> int:

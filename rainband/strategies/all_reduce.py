@@ -40,9 +40,8 @@ class AllReduce(OptimizerSettings, Strategy):
     @property
     def requires(self) -> Requirements:
         return Requirements(
-            servers=False, optimizer="workers", waits="rounds", split_batches=True, algorithm=self.algorithm,
-            custom_loop=False,
-        )  # fmt: skip
+            servers=False, optimizer="workers", waits="rounds", split_batches=True, algorithm=self.algorithm
+        )
 
     async def run(self, worker: Worker) -> None:
         optimizer = worker.optimizer(self.spec(), self.schedule())

@@ -30,9 +30,10 @@ from rainband.worker.shared_batches import RoundState, WorkerRounds, batch_at, l
 
 if TYPE_CHECKING:
     from rainband.model.gradient import Gradient
-    from rainband.worker.worker import ModuleWorker
+    from rainband.worker.shared_batches import RoundsWorker
 
-LOSS, DONE, SKIPPED, DISTANCE = range(4)  # the numbers that a worker publishes with its model
+LEFT_OUT_BY_LOOP = "left out by the loop"
+LOSS, DONE, SKIPPED, DISTANCE, LEFT_OUT = range(5)  # the numbers that a worker publishes with its model
 
 
 class OpenRound:
@@ -44,6 +45,7 @@ class OpenRound:
         self.assigned: dict[int, Sequence[int]] = {}  # rank -> numbers of its batches
         self.tried = 0  # batches that this worker has processed
         self.not_finite = 0  # of these
+        self.left_out = 0  # of these, by a custom training loop
         self.samples = 0
         self.loss_sum = 0.0
         self.has_mean = False
@@ -59,7 +61,7 @@ class OpenRound:
 class ModelRounds(WorkerRounds):
     """One worker's place in the rounds, where each worker has a model of its own."""
 
-    def __init__(self, worker: ModuleWorker, board: Board, clock: Callable[[], float]) -> None:
+    def __init__(self, worker: RoundsWorker, board: Board, clock: Callable[[], float]) -> None:
         super().__init__(worker, board)
         self.state = state = ModelState(worker, self)
         self.member = RoundMember(board, state, clock, equal_parts=True)
@@ -134,8 +136,10 @@ class ModelRounds(WorkerRounds):
         """Note that this worker's optimizer has applied the gradient of a batch, or skipped it."""
         self.round.tried += 1
         self.round.samples += gradient.samples
-        if skip:
+        if skip == NOT_FINITE:
             self.round.not_finite += 1
+        elif skip:
+            self.round.left_out += 1
         else:
             self.round.loss_sum += gradient.loss * gradient.samples
         self.worker.client.stats.acked += 1
@@ -189,7 +193,7 @@ class ModelRounds(WorkerRounds):
         optimizer = self.worker.local_optimizer
         vectors = 0 if optimizer is None else len(optimizer.state_vectors())
         numbers = (float(self.stops or self.worker.client.leases.run_stops), float(vectors))
-        scalars = (self.round.loss, self.round.tried, self.round.not_finite, self.distance)
+        scalars = (self.round.loss, self.round.tried, self.round.not_finite, self.distance, self.round.left_out)
         readers = 1 if row is None else sum(weight > 0 for weight in row(self.members)) - 1
         size = sum(tensor.nbytes for tensor in tensors if tensor is not None)
         self.worker.client.stats.sent_bytes += readers * size
@@ -249,6 +253,8 @@ class ModelRounds(WorkerRounds):
         self.lost.extend(numbers[tried:])
         if published[SKIPPED]:
             self.skipped[NOT_FINITE] += int(published[SKIPPED])
+        if published[LEFT_OUT]:
+            self.skipped[LEFT_OUT_BY_LOOP] += int(published[LEFT_OUT])
 
     @property
     def is_last(self) -> bool:

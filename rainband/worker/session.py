@@ -89,7 +89,7 @@ def join_of(
         custom_loop=custom_loop,
         optimizer=optimizer,
         coordinated=requires.coordinated,
-        shares_batches=requires.in_rounds,
+        shares_batches=requires.split_batches,
         address=address,
         drop_last=data.drop_last and not requires.coordinated,  # full-batch strategies use every sample
     )

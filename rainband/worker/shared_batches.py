@@ -27,11 +27,13 @@ from rainband.rounds.board import Board, Condition
 from rainband.rounds.exchange import Outcome
 from rainband.rounds.member import RoundMember
 from rainband.rounds.membership import RoundMembership, Waiting
-from rainband.strategy import Batch, BatchPart
+from rainband.strategy import Batch, BatchPart, Parameters
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from rainband.model.flat_parameters import Flat
+    from rainband.worker.client import Client
     from rainband.worker.worker import ModuleWorker
 
 NO_MEAN = "no mean of its gradients"
@@ -43,6 +45,39 @@ class Transferable(Protocol):
     def collect(self) -> Any: ...
 
     def apply(self, state: Any) -> None: ...
+
+
+class KeepsState(Protocol):
+    """An optimizer whose state workers give to those that join, and average."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def state_vectors(self) -> list[list[Tensor | None]]: ...
+
+
+class RoundsWorker(Protocol):
+    """What rounds need of a worker: that of a task, or of a custom training loop."""
+
+    client: Client
+
+    @property
+    def plan(self) -> DataPlan: ...
+
+    @property
+    def flat(self) -> Flat: ...
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    @property
+    def params(self) -> Parameters: ...
+
+    @property
+    def local_optimizer(self) -> KeepsState | None: ...
+
+    def at_boundary(self) -> bool: ...
 
 
 class OthersInRound(Handle):
@@ -63,10 +98,11 @@ class OthersInRound(Handle):
 class WorkerRounds:
     """One worker's place in the rounds of a run: how it waits, leaves, and reports what all together have done."""
 
+    worker: RoundsWorker
     member: RoundMember
     state: Transferable  # what workers receive when they join, and what a checkpoint has
 
-    def __init__(self, worker: ModuleWorker, board: Board) -> None:
+    def __init__(self, worker: RoundsWorker, board: Board) -> None:
         self.worker = worker
         self.board = board
         self.buffers = SharedBuffers(worker.module)
@@ -147,6 +183,8 @@ async def leaves_alone(rounds: WorkerRounds) -> bool:
 
 class SharedBatches(WorkerRounds):
     """One worker's place in the rounds, where workers share each batch."""
+
+    worker: ModuleWorker
 
     def __init__(
         self, worker: ModuleWorker, board: Board, clock: Callable[[], float], equal_parts: bool = False
@@ -257,7 +295,7 @@ class _Exchanged(NamedTuple):
 class RoundState:
     """Collects what a worker that joins or returns receives: parameters, buffers, optimizer state, and what is done."""
 
-    def __init__(self, worker: ModuleWorker, rounds: WorkerRounds) -> None:
+    def __init__(self, worker: RoundsWorker, rounds: WorkerRounds) -> None:
         self.worker = worker
         self.rounds = rounds
 
@@ -357,7 +395,7 @@ def add_weighted(into: list[Tensor | None], weight: float, others: Sequence[Tens
             into[i] = sum(weighted[1:], weighted[0]) / max(1.0, weight + other)
 
 
-def examples(worker: ModuleWorker) -> list[Tensor]:
+def examples(worker: RoundsWorker) -> list[Tensor]:
     """Return a tensor of the shape and dtype of each tensor of an exchange: gradients and buffers."""
     floating = [buffer for buffer in worker.module.buffers() if buffer.is_floating_point()]
     return [parameter.detach() for parameter in worker.flat.parameters] + floating

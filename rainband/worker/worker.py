@@ -355,15 +355,24 @@ class WorkerOptimizer:
 
     def state_vectors(self) -> list[list[Tensor | None]]:
         """Return the vectors of its state, in the order of their names: one tensor of each parameter, if it has one."""
-        parameters = self.worker.flat.parameters
-        states = [self.optimizer.state.get(parameter, {}) for parameter in parameters]
-        names = {
-            name
-            for state, parameter in zip(states, parameters, strict=True)
-            for name, value in state.items()
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.is_floating_point()
-        }
-        return [[state.get(name) for state in states] for name in sorted(names)]
+        return state_vectors([self.optimizer], self.worker.flat.parameters)
+
+
+def state_vectors(
+    optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[Tensor]
+) -> list[list[Tensor | None]]:
+    """Return the vectors of the optimizers' states, in the order of their names: one tensor of each parameter."""
+    states: list[dict[str, Any]] = [
+        next((optimizer.state[parameter] for optimizer in optimizers if parameter in optimizer.state), {})
+        for parameter in parameters
+    ]
+    names = {
+        name
+        for state, parameter in zip(states, parameters, strict=True)
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.is_floating_point()
+    }
+    return [[state.get(name) for state in states] for name in sorted(names)]
 
 
 class TaskOptimizer(WorkerOptimizer):

@@ -46,6 +46,7 @@ class Checkpoints:
         self.every_s = state.settings.checkpoint_every_s
         self.in_rounds = requires.waits == "rounds" and requires.servers
         self.by_workers = not requires.servers and not requires.shared_memory  # which one server writes
+        self.of_models = requires.local_steps
         self.impossible = requires.checkpoint_obstacle(state.settings.workers_per_replica)
         self.now = 0.0  # of the last tick
         self.number = 0
@@ -132,6 +133,8 @@ class Checkpoints:
 
     def _why_not(self) -> str:
         """Return why this run has no checkpoints; "" if it may have some."""
+        if self.of_models and self.state.is_custom_loop():
+            return "each worker of its custom training loop has a model of its own"
         return self.impossible
 
     def _done(self) -> int:

@@ -70,6 +70,7 @@ class Membership(Protocol):
     strategy: Strategy
     optimizers: Sequence[str]  # module:Class of those that servers may import besides torch's
     session: Session
+    round_files: Sequence[int]  # of the memory in which workers meet in rounds
     left: bool
     asked_rank: bool
 
@@ -101,6 +102,7 @@ class TrainingLoop(OfSharedBatches):
         self.num_workers = member.num_workers
         self.strategy = following(member.strategy, self.optimizers)
         self.rounds = self.strategy.requires.waits == "rounds"
+        self.served_in_rounds = self.rounds and not self.strategy.requires.local_steps  # by leases of rounds
         self.served = not takes_any_optimizer(self.strategy)  # the servers run the user's optimizer
         self.num_epochs = 0  # 0: not known
         self.planned = False
@@ -118,11 +120,11 @@ class TrainingLoop(OfSharedBatches):
             print_warnings(self.strategy, self.num_workers)
         optimizer = spec_of(self.optimizers) if self.served else None
         join = join_of(self.strategy, self.flat.layout, NOT_KNOWN_YET, custom_loop=True, optimizer=optimizer)
-        self.member.session.prepare(self.strategy, join, LoopModel(self))
+        self.member.session.prepare(self.strategy, join, self._make_model())
         self.coroutine = LoopCoroutine(self.member.session, self.member.wait)
         seed_by_rank(self.rank)
         self.gradients = GradientWatch(self.optimizers)
-        self.drawn = LoopBatches(self.client, self.member.wait, lambda: self.coroutine.end_item())
+        self.drawn = self._make_batches()
         self.state_hooks = self._guard_state()
         self.parameters = ParameterWatch(self.flat)
         self.parameters.note()
@@ -141,6 +143,12 @@ class TrainingLoop(OfSharedBatches):
         finally:
             self.flat.release()
         return stopped
+
+    def _make_model(self) -> LoopModel:
+        return LoopModel(self)
+
+    def _make_batches(self) -> LoopBatches:
+        return LoopBatches(self.client, self.member.wait, lambda: self.coroutine.end_item())
 
     def _leave(self) -> None:
         """Skip open batches, wait for the other workers, and fetch the results."""
@@ -182,7 +190,7 @@ class TrainingLoop(OfSharedBatches):
 
         def begin() -> Iterator[Any]:
             self._plan(dataset, batch_size, loader_arguments)
-            if self.rounds and loader_arguments.get("num_workers"):
+            if self.served_in_rounds and loader_arguments.get("num_workers"):
                 return self._one_pass(fetched_ahead(dataset, self.drawn, loader_arguments))
             return self._one_pass(loader(dataset, self.drawn, loader_arguments))
 

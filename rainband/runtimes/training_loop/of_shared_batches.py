@@ -1,4 +1,4 @@
-"""Methods of loops whose workers share each batch, in a loop whose strategy has servers.
+"""Methods of loops whose workers share each batch, in a loop whose workers have batches of their own.
 
 The same script may be started with either: a method has the same effect, or its error says what to type.
 """
@@ -64,7 +64,7 @@ class OfSharedBatches:
 
     def weight(self, weight: float) -> NoReturn:
         """Raise ValueError: no mean over the workers is taken."""
-        self._refuse("run.weight(...): servers apply the gradient of each worker by itself")
+        self._refuse("run.weight(...): no mean of the workers' gradients is taken")
 
     def mean(self, value: float | Tensor, weight: float | None = None) -> NoReturn:
         """Raise ValueError: workers are not at the same place of the loop."""

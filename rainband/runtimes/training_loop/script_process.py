@@ -25,6 +25,7 @@ def main(job: bytes, fds: list[int]) -> None:
     config = decoded.config
     member = WorkerLink(decoded, load_strategy(config.strategy, config.strategy_settings))
     member.round_files = fds[len(fds) - decoded.round_files :]
+    member.group_files = fds[len(fds) - decoded.round_files - decoded.group_files : len(fds) - decoded.round_files]
     seed_equally(config.seed)
     try:
         run_script(config.script, config.arguments, member)

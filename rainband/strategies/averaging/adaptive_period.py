@@ -19,7 +19,7 @@ because the gain is small then (averaging, or sync).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rainband import advice
 from rainband.optimizer_settings import OptimizerSettings
@@ -42,7 +42,7 @@ class AdaptivePeriod(OptimizerSettings, Strategy):
 
     @property
     def requires(self) -> Requirements:
-        return LOCAL_STEPS
+        return replace(LOCAL_STEPS, needs_loss=True)
 
     async def run(self, worker: Worker) -> None:
         models, optimizer = worker.models, worker.optimizer(self.spec(), self.schedule())

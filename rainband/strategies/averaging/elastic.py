@@ -50,7 +50,7 @@ class Elastic(OptimizerSettings, Strategy):
     def requires(self) -> Requirements:
         if self.synchronous:
             return LOCAL_STEPS
-        return Requirements(optimizer="workers", batches_per_item=self.period, whole_model=True, custom_loop=False)
+        return Requirements(optimizer="workers", batches_per_item=self.period, whole_model=True)
 
     async def run(self, worker: Worker) -> None:
         await (self._run_in_rounds(worker) if self.synchronous else self._run_with_servers(worker))
@@ -65,7 +65,7 @@ class Elastic(OptimizerSettings, Strategy):
                 gradient = await worker.gradient(batch)
                 if gradient.is_finite:
                     optimizer.step(gradient)
-                    batches.append(batch)
+                    batches += gradient.batches
                     samples += gradient.samples
                 else:
                     worker.servers.push(gradient)  # it counts as skipped

@@ -38,6 +38,8 @@ from rainband.runtimes.training_loop.split.tensors import SharedTensors
 from rainband.runtimes.training_loop.split.trial import TRIAL_ROUNDS
 from rainband.runtimes.training_loop.users_turn import LoopEnd, LoopLifecycle
 from rainband.strategy import Strategy
+from rainband.transports.collectives.average import GroupAverage
+from rainband.transports.collectives.shared import SharedGroup
 from rainband.transports.shared_rounds import SharedBoard
 from rainband.worker.client import Client
 from rainband.worker.session import join_of
@@ -66,6 +68,10 @@ class LoopSession:
         on_cpu = all(tensor.device.type == "cpu" for tensor in like)  # elsewhere, whole batches may be too large
         trial_rounds = TRIAL_ROUNDS if on_cpu and self.num_workers > 1 else 0
         self.exchange = RoundExchange(board, state, time.perf_counter, equal_parts, self._waited, trial_rounds)
+        if algorithm := self.strategy.requires.algorithm:
+            timeout_s = self.link.config.failure_timeout_s
+            group = SharedGroup(self.link.group_files, self.link.index, on_lost="continue", timeout_s=timeout_s)
+            self.exchange.member.average = GroupAverage(group, algorithm)
         return self.exchange
 
     # ---- the run ----
