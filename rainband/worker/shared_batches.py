@@ -58,7 +58,7 @@ class KeepsState(Protocol):
 
 
 class RoundsWorker(Protocol):
-    """What rounds need of a worker: that of a task, or of a custom training loop."""
+    """A worker that can meet others in rounds: that of a task, or of a custom training loop."""
 
     client: Client
 

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from rainband.worker.worker_model import Buffers
 
 
+# size: ModelRounds has all but two of its attributes
 class LoopModels(ModelRounds):
     """The rounds of a worker whose user may begin late, and end early."""
 
@@ -182,6 +183,7 @@ class LocalBatches(LoopBatches):
             yield sampler.indices(batch).tolist()
 
 
+# size: TrainingLoop has all but one of its attributes
 class LocalStepsLoop(TrainingLoop):
     """The training loop of one worker that trains a model of its own: the `run` of `with rainband.join(...) as run`."""
 
