@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
 from tests.split_group import Group, run_group
-from tests.test_split_batches import DATA, Join, Script, net, train
+from tests.test_split_batches import DATA, HABITS, Join, Script, net, train
 from tests.test_split_workers import equal_models
 
 Decision = Callable[[Any, int, Tensor], bool]  # of the run, the epoch and the loss
@@ -114,3 +116,55 @@ def test_a_mean_is_that_of_the_workers_that_do_not_skip_the_batch() -> None:
 
     assert equal_models(run_group(script, 2))
     assert found[0][2] == 0.0 and found[0][0] == 0.5
+
+
+# ---- gradients that nobody averages ----
+
+
+def of_autograd(how: str) -> Script:
+    """Return a script that calls torch.autograd.grad for parameters, beside backward()."""
+
+    def script(join: Join) -> nn.Module:
+        first, second = net(), net()
+        optimizers = [SGD(first.parameters(), lr=0.1), SGD(second.parameters(), lr=0.1)]
+        with join([first, second], optimizers) as run:
+            for inputs, labels in run.batches(DATA, batch_size=6):
+                train(first, optimizers[0], (inputs, labels))
+                loss = cross_entropy(second(inputs), labels)
+                if how == "norm":  # weights one loss by the gradient of another one, as VQGAN does
+                    (last,) = torch.autograd.grad(loss, second[2].weight, retain_graph=True)
+                    loss = loss / last.norm()
+                    optimizers[1].zero_grad()
+                    loss.backward()
+                else:
+                    gradients = torch.autograd.grad(loss, list(second.parameters()))
+                    for parameter, gradient in zip(second.parameters(), gradients, strict=True):
+                        parameter.grad = gradient
+                if how == "closure":
+                    optimizers[1].step(lambda loss=loss: loss)
+                else:
+                    optimizers[1].step()
+        return nn.ModuleList([first, second])
+
+    return script
+
+
+@pytest.mark.parametrize("how", ["step", "closure"])
+def test_gradients_of_autograd_grad_beside_backward_are_refused(how: str) -> None:
+    with pytest.raises(ValueError, match="the gradient of 1.0.weight was not computed by loss.backward"):
+        run_group(of_autograd(how), 2)
+    run_group(of_autograd(how), 1)
+
+
+def test_a_number_that_follows_from_autograd_grad_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    run_group(of_autograd("norm"), 3)
+    told = capsys.readouterr().err
+    assert told.count("torch.autograd.grad has computed a gradient of 1.2.weight") == 1
+    assert "take run.mean(number)" in told
+    run_group(of_autograd("norm"), 1)
+    assert "autograd" not in capsys.readouterr().err
+
+
+def test_a_backward_before_the_loop_is_no_loader_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    run_group(HABITS["backward_before_and_after_the_passes"], 2)
+    assert "own data loader" not in capsys.readouterr().err

@@ -443,6 +443,36 @@ def several_backward_passes_per_batch(join: Join) -> nn.Module:
 
 
 @habit
+def backward_before_and_after_the_passes(join: Join) -> nn.Module:
+    """A trial of the gradients before, and another step on the last batch afterwards."""
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with join(model, optimizer) as run:
+        backward(model, DATA[:4])
+        optimizer.zero_grad()
+        for _ in range(2):
+            for batch in run.batches(DATA, batch_size=13):
+                train(model, optimizer, batch)
+            train(model, optimizer, batch)
+    return model
+
+
+@habit
+def zeros_where_there_is_no_gradient(join: Join) -> nn.Module:
+    model = Routed()
+    optimizer = Adam(model.parameters(), lr=0.1)
+    with join(model, optimizer) as run:
+        for batch in run.batches(DATA, batch_size=4):
+            optimizer.zero_grad()
+            backward(model, batch)
+            for parameter in model.parameters():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+    return model
+
+
+@habit
 def zeroing_in_place(join: Join) -> nn.Module:
     model = net()
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -467,6 +497,43 @@ def losses_over_tokens(join: Join) -> nn.Module:
             run.weight(tokens)
             loss = cross_entropy(model(inputs), labels, ignore_index=-100, reduction="sum") / max(1, tokens)
             loss.backward()
+            optimizer.step()
+    return model
+
+
+@habit
+def class_weights(join: Join) -> nn.Module:
+    """The mean of cross_entropy(weight=...) is over the weights of the labels."""
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    weight = torch.tensor([1.0, 4.0, 0.5]).double()
+    with join(model, optimizer) as run:
+        for inputs, labels in run.batches(DATA, batch_size=8):
+            optimizer.zero_grad()
+            run.weight(float(weight[labels].sum()))
+            cross_entropy(model(inputs), labels, weight=weight).backward()
+            optimizer.step()
+    return model
+
+
+@habit
+def sharpness_aware_minimization(join: Join) -> nn.Module:
+    """SAM: a step up by hand, another backward pass, a step back, and the step of the optimizer."""
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with join(model, optimizer) as run:
+        for batch in run.batches(DATA, batch_size=4):
+            optimizer.zero_grad()
+            backward(model, batch)
+            gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            with torch.no_grad():
+                for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                    parameter.add_(gradient, alpha=0.05)
+            optimizer.zero_grad()
+            backward(model, batch)
+            with torch.no_grad():
+                for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                    parameter.sub_(gradient, alpha=0.05)
             optimizer.step()
     return model
 

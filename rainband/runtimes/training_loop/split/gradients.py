@@ -32,10 +32,6 @@ APART = (
     "also where one prints (`mean = run.mean(loss)`, then `if run.is_first: print(mean)`). To decide by a loss, as an "
     "early stop does, use run.mean(loss)."
 )
-OWN_LOADER = (
-    "rainband: this loop uses its own data loader, so every worker trains on all of the data. To share its batches, "
-    "iterate over run.loader(loader), or use run.batches(dataset, batch_size=...), or run.part(batch)."
-)
 
 
 class GradientExchange:
@@ -58,7 +54,7 @@ class GradientExchange:
         self.deferred = False  # gradients of earlier backward passes wait to be averaged
         self.last_weight = 0.0  # sum of the weights of the last mean of gradients
         self.exchanges = 0  # of gradients, in the current round
-        self.exchanges_before = 0  # in the round before
+        self.last_samples = 0  # of this worker's last part: of what is computed after a pass
         self.accumulating = False
         self.uses_loaders = False  # the loop's batches come from `run`
         self.epoch = 0  # of the current round
@@ -96,7 +92,7 @@ class GradientExchange:
 
     def begin_round(self, epoch: int) -> None:
         """Prepare for the next batch."""
-        self.steps.settle()
+        self.steps.begin_round()
         self.epoch = epoch
         self._tell_differences()
         if new := self.tensors.find():
@@ -105,11 +101,13 @@ class GradientExchange:
                 "parameters before it, with requires_grad_(False) those that are trained later."
             )
         self.hooks.watch(self.tensors.parameters)
-        self.exchanges_before, self.exchanges = self.exchanges, 0
+        self.exchanges = 0
         self.weight = self.part = None
 
     def set_part(self, part: Part) -> None:
         self.part = part
+        if not part.is_over:
+            self.last_samples = part.weight
         if part.trial == "verdict" and not part.is_over:
             self._take_verdict()
         if self.deferred or self.state.is_sum:
@@ -120,7 +118,7 @@ class GradientExchange:
         outcome = self.exchange.mean_scalars((self.trial.found_sum,), 1.0)
         self.state.is_sum = bool(outcome.scalars) and outcome.scalars[0] > 0 and self.uses_loaders
         if self.state.is_sum and self.exchange.is_first:
-            self._tell(SUM_FOUND)
+            self.tell(SUM_FOUND)
 
     def set_weight(self, weight: float) -> None:
         """Weight the gradients of this batch, in place of the part's number of samples."""
@@ -132,11 +130,12 @@ class GradientExchange:
         """Begin a round of a loop with its own loader, where each worker has the same weight."""
         if self.session is not None:
             self.session.leave_if_asked()
-        self.exchange.begin(0)
+        where = self.exchange.begin(0)
         self.check_stop()
+        if where.epoch:  # a joiner, in what comes before the passes over the data
+            self.part = Part((), is_over=True)
+            return
         self.state.end_catching_up()
-        if self.num_workers > 1 and self.exchange.is_first:
-            self._tell(OWN_LOADER)
         self.begin_round(0)
         self.set_part(self.exchange.cut(range(2 * len(self.exchange.members))))
         self.weight = 1.0
@@ -191,6 +190,8 @@ class GradientExchange:
     def _after_backward(self, changed: set[int]) -> None:
         if self.part is None:
             self.begin_own_round()
+        if self.part is not None and self.part.is_over and not self.uses_loaders:
+            return
         if self.accumulating:
             self._defer(changed)
             return
@@ -216,7 +217,9 @@ class GradientExchange:
         if self.uses_loaders and self.exchanges == 1 and self.part is not None:
             self.steps.exchanged(self.part.total, tensors[: len(self.tensors.parameters)])
         self.trial.after(tensors[: len(self.tensors.parameters)])
+        absent = {id(p) for p in self.tensors.parameters if p.grad is None}
         self._put(tensors, alone)
+        self.steps.fresh |= changed | {id(p) for p in self.tensors.parameters if id(p) in absent and p.grad is not None}
         self.deferred = False
         if not self.state.is_sum:
             self._stop_scaling()
@@ -231,6 +234,8 @@ class GradientExchange:
             return 1.0  # the gradients are scaled
         if not self.uses_loaders or self.part is None:
             return self.weight
+        if self.part.is_over:
+            return float(self.last_samples)
         if not self.part.weight:
             return 0.0  # another worker has this part, too
         pieces = self.part.pieces
@@ -249,7 +254,7 @@ class GradientExchange:
             else:
                 buffer.put(mean)
             if buffer.has_bad:
-                self._tell(BAD_BUFFER.format(name=buffer.name))
+                self.tell(BAD_BUFFER.format(name=buffer.name))
 
     def _defer(self, changed: set[int]) -> None:
         self.deferred = True
@@ -263,7 +268,7 @@ class GradientExchange:
             return
         names = put_numbers(self.state.optimizers, numbers)
         if names:
-            self._tell(
+            self.tell(
                 f"rainband: {names[0]} of an optimizer differs between workers; all use that of the one that has "
                 "served longest. A scheduler must not depend on one worker's loss: use run.mean(loss). "
                 "run.register(scheduler) gives its state to workers that join."
@@ -301,11 +306,12 @@ class GradientExchange:
 
     def _tell_differences(self) -> None:
         if self.exchange.drifted and self.exchange.is_first:
-            self._tell(DRIFTED)
+            self.tell(DRIFTED)
         if self.exchange.has_left and self.exchange.is_first:
-            self._tell(LEFT)
+            self.tell(LEFT)
 
-    def _tell(self, message: str) -> None:
+    def tell(self, message: str) -> None:
+        """Print a message once."""
         if message not in self.told:
             self.told.add(message)
             print(message, file=sys.stderr)

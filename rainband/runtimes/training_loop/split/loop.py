@@ -204,7 +204,7 @@ class SplitLoop:
         if not passes.num_epochs:
             raise ValueError("run.progress needs the number of epochs: write `for epoch in run.epochs(10):`.")
         length = passes.current.length if passes.current is not None else 0
-        done = passes.where.epoch + passes.where.batch / max(1, length)
+        done = passes.where.epoch - passes.first_epoch + passes.where.batch / max(1, length)
         return min(1.0, done / passes.num_epochs)
 
     @contextmanager

@@ -99,6 +99,7 @@ class OpenPasses:
         self.open: dict[PassId, Pass] = {}  # read, and not over
         self.current: Pass | None = None  # makes the rounds, or did so last
         self.epochs = 0  # begun
+        self.first_epoch = 0  # that a pass made
         self.num_epochs = 0  # of the run; 0: not known
         self.where = RoundId(0, 0)
         self.thread = threading.get_ident()
@@ -231,6 +232,8 @@ class OpenPasses:
             return
         if one.kind == "beside":
             one.first = one.position
+        if self.gradients.part is not None and not self.gradients.uses_loaders:  # the loop's own rounds were epoch 0
+            self.epochs = self.first_epoch = 1
         one.kind, one.epoch, self.current = "rounds", self.epochs, one
         self.epochs += 1
         self._describe(one)

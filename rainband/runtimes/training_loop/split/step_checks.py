@@ -11,10 +11,22 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from rainband.model.flat_parameters import is_finite
+from rainband.runtimes.training_loop.split.tensors import LocalGradients
 from rainband.runtimes.training_loop.step_hooks import found_infinite
 
 if TYPE_CHECKING:
     from rainband.runtimes.training_loop.split.gradients import GradientExchange
+
+
+OWN_LOADER = (
+    "rainband: this loop uses its own data loader, so every worker trains on all of the data. To share its batches, "
+    "iterate over run.loader(loader), or use run.batches(dataset, batch_size=...), or run.part(batch)."
+)
+LOCAL = (
+    "rainband: torch.autograd.grad has computed a gradient of {name}, which is that of a worker's part of the batch: "
+    "the result is not that of one process. For the gradient of the whole batch, use backward() and read p.grad; of a "
+    "number that follows from it, such as a norm, take run.mean(number)."
+)
 
 
 class StepChecks:
@@ -25,6 +37,8 @@ class StepChecks:
         self.handles: list[RemovableHandle] = []
         self.unstepped = 0  # samples whose gradients no step has used yet
         self.kept: Sequence[Tensor | None] = ()  # their mean; zero_grad() only replaces it
+        self.fresh: set[int] = set()  # parameters whose gradients were averaged since the last step of their optimizer
+        self.local = LocalGradients(lambda number: number in gradients.hooks.queued)
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
         for optimizer in optimizers:
@@ -32,8 +46,18 @@ class StepChecks:
             self.handles.append(optimizer.register_step_post_hook(self._after_step))
 
     def remove(self) -> None:
+        self.local.remove()
         for handle in self.handles:
             handle.remove()
+
+    def begin_round(self) -> None:
+        """Settle the round before, and tell if it used gradients that nobody averages."""
+        self.settle()
+        if self.gradients.num_workers > 1:
+            tensors = self.gradients.tensors
+            if self.local.name is not None and self.gradients.exchange.is_first:
+                self.gradients.tell(LOCAL.format(name=self.local.name))
+            self.local.begin_round(tensors.names, tensors.parameters)
 
     def exchanged(self, samples: int, gradients: Sequence[Tensor | None]) -> None:
         """Note the mean gradient of a batch of samples."""
@@ -51,7 +75,7 @@ class StepChecks:
         self.gradients.tensors.look()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if callable(closure):
-            averaged = self._averaged(closure)
+            averaged = self._averaged(optimizer, closure)
             if "closure" in kwargs:
                 return args, {**kwargs, "closure": averaged}
             return (args[0], averaged, *args[2:]), kwargs
@@ -59,11 +83,13 @@ class StepChecks:
             self._check_averaged(optimizer)
         return None
 
-    def _averaged(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _averaged(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return a closure whose loss is the mean over the workers, so that line searches agree."""
 
         def averaged() -> Any:
             loss = closure()
+            if self.gradients.num_workers > 1:
+                self._check_averaged(optimizer)
             if loss is None:
                 return None
             if isinstance(loss, Tensor):
@@ -80,13 +106,11 @@ class StepChecks:
                 "optimizer.step() was called with gradients of run.no_sync() that were not averaged: call the last "
                 "backward() before a step outside run.no_sync()."
             )
-        if self.gradients.exchanges or self.gradients.exchanges_before:
-            return
-        name = tensors.not_averaged(optimizer)
+        name = tensors.not_averaged(own - self.fresh)
         if name is not None:
             raise ValueError(
                 f"the gradient of {name} was not computed by loss.backward(), so the workers could not average it: "
-                "use backward() in place of torch.autograd.grad."
+                "use backward() in place of torch.autograd.grad. (Then `p.grad` may also be replaced.)"
             )
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -95,6 +119,9 @@ class StepChecks:
         if found_infinite(optimizer):
             gradients.exchange.leave_out(self.unstepped)
         self.unstepped, self.kept = 0, ()
+        self.fresh -= {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         gradients.tensors.note_step()
         if not gradients.uses_loaders and gradients.part is not None:
+            if gradients.num_workers > 1 and gradients.exchange.is_first:
+                gradients.tell(OWN_LOADER)
             gradients.begin_own_round()

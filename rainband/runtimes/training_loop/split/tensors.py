@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,6 +48,46 @@ class BackwardHooks:
         self.queued.discard(number)
         changed, self.changed = self.changed, set()
         self.at_end(changed)
+
+
+class LocalGradients:
+    """Notices torch.autograd.grad of shared parameters: its gradients are those of one worker's part of the batch.
+
+    It watches in some rounds only: with a hook, PyTorch copies each gradient, which takes time.
+    """
+
+    def __init__(self, accumulates: Callable[[int], bool]) -> None:
+        self.accumulates = accumulates  # whether this backward pass, by its number, adds to `p.grad`
+        self.handles: list[RemovableHandle] = []
+        self.running: set[int] = set()
+        self.rounds = 0
+        self.name: str | None = None  # of a parameter whose gradient was computed without adding it
+
+    def begin_round(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
+        """Watch in the first rounds, and then more and more rarely."""
+        self.remove()
+        self.rounds += 1
+        if self.rounds & (self.rounds - 1):
+            return
+        for name, parameter in zip(names, parameters, strict=True):
+            if parameter.requires_grad:
+                self.handles.append(parameter.register_hook(partial(self._computed, name)))  # type: ignore[no-untyped-call]
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+    def _computed(self, name: str, gradient: Tensor) -> None:
+        number = torch._C._current_graph_task_id()
+        if number not in self.running:
+            self.running.add(number)
+            Variable._execution_engine.queue_callback(lambda: self._ended(number, name))
+
+    def _ended(self, number: int, name: str) -> None:
+        self.running.discard(number)
+        if not self.accumulates(number):
+            self.name = name
 
 
 class SharedTensors:
@@ -121,12 +162,13 @@ class SharedTensors:
     def _versions(self) -> int:
         return sum([parameter._version for parameter in self.parameters if parameter.requires_grad])
 
-    def not_averaged(self, optimizer: Optimizer) -> str | None:
-        """Return the name of a parameter of this optimizer whose gradient object was never averaged."""
-        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    def not_averaged(self, among: set[int]) -> str | None:
+        """Return the name of one of these parameters (IDs) whose gradient object was never averaged, and is not 0."""
         for name, parameter in zip(self.names, self.parameters, strict=True):
             gradient = parameter.grad
-            if id(parameter) in own and gradient is not None and self.averaged.get(id(parameter)) != id(gradient):
+            if id(parameter) not in among or gradient is None or self.averaged.get(id(parameter)) == id(gradient):
+                continue
+            if bool(gradient.any()):  # loops may put zeros where there is no gradient
                 return name
         return None
 
