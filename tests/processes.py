@@ -33,7 +33,8 @@ from rainband.protocol import events
 from rainband.runtimes.config import RunConfig
 from rainband.runtimes.processes import launcher as local
 from rainband.runtimes.processes import zygote_main
-from rainband.runtimes.processes.launcher import SERVERS_NEED, WORKERS_NEED, RunResult
+from rainband.runtimes.processes.entries import SERVERS_NEED, WORKERS_NEED
+from rainband.runtimes.processes.launcher import RunResult
 from rainband.runtimes.processes.zygote import Event, Exited, Started, Zygote
 from tests.gated import Gate, Gated
 

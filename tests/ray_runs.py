@@ -117,7 +117,7 @@ class RayRun:
 
         def train() -> None:
             try:
-                strategy = rainband.Downpour(lr=LR, optimizer="sgd")
+                strategy = options.pop("strategy", rainband.Downpour(lr=LR, optimizer="sgd"))
                 self.returned = rainband.fit(
                     task,
                     strategy,

@@ -25,7 +25,7 @@ from rainband.protocol.messages import (
     encode,
 )
 from rainband.runtimes.machines.invitation import read_invitation
-from rainband.runtimes.machines.machine_host import own_software
+from rainband.runtimes.machines.software import own_software
 from rainband.transports.connect import connect, this_machine
 from rainband.transports.frames import pack
 from rainband.transports.hub import MAX_UNKNOWN

@@ -29,6 +29,7 @@ from tests.ray_runs import (  # noqa: F401 (fixtures)
 )
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(150)]
+SHARED = rainband.Sync(lr=LR, optimizer="sgd")
 KILLED = "killed by signal 9, often because memory ran out"
 
 
@@ -60,6 +61,43 @@ def test_a_killed_worker_returns_and_every_batch_counts_once(connected_cluster: 
     assert result.accounting.lost == result.accounting.applied_twice == 0
     assert {link.links for link in run.all(events.Linked)} == {("tls",)}
     assert "computed by a task of the driver's" in (result.directory / "output.log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["itself", "itself, which hangs", "its actor", "its actor, which hangs"])
+@pytest.mark.parametrize("nodes", ["one node", "two nodes"])
+def test_workers_that_share_batches_are_replaced(
+    connected_cluster: RayCluster,  # noqa: F811
+    tmp_path: Path,
+    nodes: str,
+    what: str,
+) -> None:
+    """On one node, they have one actor, which starts the one that is lost beside the other."""
+    needs = {"CPU": 1.0 if nodes == "one node" else 1.5}
+    with ray_run(
+        connected_cluster, tmp_path, strategy=SHARED, servers=None, parts="equal", worker_resources=needs
+    ) as run:
+        run.under_way()
+        run.let(20)
+        worker = run.process("rainband worker 1")
+        actor = worker.parent().parent()  # type: ignore[union-attr]
+        other = run.process("rainband worker 0").parent().parent()  # type: ignore[union-attr]
+        assert (actor == other) == (nodes == "one node")
+        if what == "itself":
+            worker.kill()
+        elif what == "itself, which hangs":
+            worker.suspend()
+        elif what == "its actor":
+            actor.kill()
+        else:
+            actor.suspend()
+        run.first(events.Lost, node="worker 1") if "hangs" not in what else None
+        run.let(20)
+        wait_for(lambda: run.returned or not worker.is_running(), "the end of the earlier worker 1", 60.0)
+        rejoins(run, 1)
+        result = run.result()
+    assert is_exact(result, Gated())
+    assert result.accounting.lost == result.accounting.applied_twice == 0
 
 
 @pytest.mark.slow

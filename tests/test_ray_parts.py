@@ -18,7 +18,7 @@ from rainband.options import OptionError, RunOptions, on_command_line
 from rainband.protocol.messages import Address, Software
 from rainband.runtimes.config import Job, RaySettings, RunConfig, encode_job
 from rainband.runtimes.configure import configure
-from rainband.runtimes.machines.machine_host import own_software
+from rainband.runtimes.machines.software import own_software
 from rainband.runtimes.ray.cluster import actor_options, connected, groups_of_workers, import_ray
 from rainband.runtimes.ray.role_host import HostedEnd, HostOrder, RoleHost
 from rainband.runtimes.ray.user_code import LOCK, PREFIX, UnpackedCode, code_folders, pack, remove_orphans
@@ -170,10 +170,12 @@ def test_a_strategy_that_needs_one_machine_is_refused() -> None:
         configure(base, rainband.Single(), {"runtime": "ray"})
 
 
-def test_workers_that_share_memory_are_refused() -> None:
+def test_the_default_strategy_needs_no_servers_on_ray() -> None:
     base = RunConfig(task="digits", strategy="sync", num_workers=4, num_servers=2)
-    with pytest.raises(OptionError, match="the workers of sync share memory, which actors do not: choose .* downpour"):
-        configure(base, rainband.Sync(), {"runtime": "ray"})
+    assert configure(base, rainband.Sync(), {"runtime": "ray"}).num_servers == 0
+    base = RunConfig(task="digits", strategy="all_reduce", num_workers=4, num_servers=0)
+    with pytest.raises(OptionError, match="sums gradients in memory that workers of one machine share"):
+        configure(base, rainband.AllReduce(), {"runtime": "ray"})
 
 
 def test_checkpoints_are_written_where_all_nodes_see_them(tmp_path: Path) -> None:

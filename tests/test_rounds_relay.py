@@ -13,11 +13,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
-from rainband.protocol.messages import Message, Peer, RoundData, RoundWords, decode, encode
+from rainband.protocol.messages import Message, Peer, RoundAudience, RoundData, RoundWords, decode, encode
+from rainband.rounds.board import Asking
 from rainband.rounds.view import Header
+from rainband.runtimes.machines import rounds_relay
 from rainband.runtimes.machines.rounds_relay import MachineRelay, RunRelay, put, taken
-from rainband.transports.shared_rounds import EXCLUDED, FINAL, LIFE, POSITION, RoundsMemory, SharedBoard
+from rainband.transports.shared_rounds import AREA_BYTES, EXCLUDED, FINAL, LIFE, POSITION, RoundsMemory, SharedBoard
 from tests.test_shared_rounds import EPOCHS, SAMPLES, Train, check, count_samples, start
 
 RUN = Peer("coordinator", 0)
@@ -42,8 +45,10 @@ class Network:
         ]
         for number in range(1, len(machines)):
             self.run.joined(self.peers[number], machines[number])
+        self.run.pump()
         for relay in self.relays:
             relay.connected()
+        self.num_data = 0  # messages with tensors or states that the run's machine has received
         self.lock = threading.Lock()
         self.over = threading.Event()
         self.failed: Exception | None = None
@@ -91,13 +96,14 @@ class Network:
             busy = True
             message = decode(head)
             assert isinstance(message, RoundData | RoundWords)
+            self.num_data += isinstance(message, RoundData)
             self.run.receive(self.peers[number], message, None if body is None else memoryview(body))
         for number, relay in enumerate(self.relays, 1):
             while self.to_machine[number] and number not in self.cut:
                 busy = True
                 head, body = self.to_machine[number].popleft()
                 message = decode(head)
-                assert isinstance(message, RoundData | RoundWords)
+                assert isinstance(message, RoundData | RoundWords | RoundAudience)
                 relay.receive(message, None if body is None else memoryview(body))
         self.run.pump()
         return busy
@@ -213,6 +219,86 @@ def test_a_worker_that_excludes_itself_is_excluded_everywhere() -> None:
         assert (one.excluded(1), one.final(1, 1), two.excluded(1), two.final(1, 1)) == (1, 8, 1, 8)
 
 
+def test_a_worker_that_has_moved_leaves_its_earlier_machine_behind() -> None:
+    """A process may still run there, and its memory is not what the others see: nothing more is taken from it."""
+    network = Network([[], [0, 1], [2]])
+    with network.carrying():
+        moved, beside, other = (SharedBoard(network.memories[n].fds, rank, []) for n, rank in ((1, 0), (1, 1), (2, 2)))
+        moved.set_life(1)
+        beside.set_life(1)
+        moved.publish(0, 5, Header("skip", 1, 2, 3))
+        with network.lock:
+            network.run.memory.exclude(0)
+            network.run.joined(network.peers[2], [0, 2])
+            network.relays[1].ranks.add(0)
+        other.wait(lambda: other.excluded(1) == 1)  # it was on the same machine
+        again = SharedBoard(network.memories[2].fds, 0, [])
+        again.set_life(2)
+        again.publish(0, 6, Header("skip", 1, 2, 3))
+        moved.set_life(3)  # a ghost
+        moved.set_position(9)
+        beside.set_life(2)
+        again.publish(1, 7, Header("skip", 1, 2, 3))
+        other.wait(lambda: other.position(0) == 7)
+        assert (other.life(0), other.life(1)) == (2, 1)
+
+
+def test_a_machine_that_had_all_workers_sends_their_tensors_when_another_one_joins() -> None:
+    network = Network([[], [0], [1]])
+    tensors = [torch.arange(4.0)]
+    network.run.left(network.peers[2])
+    network.run.is_spread = False
+    with network.carrying():
+        one, two = (SharedBoard(network.memories[n].fds, n - 1, tensors) for n in (1, 2))
+        one.set_life(1)
+        one.publish(1, 5, Header("mean", 1, 2, 3))
+        assert network.num_data == 0
+        with network.lock:
+            network.run.joined(network.peers[2], [1])
+        two.set_life(1)
+        two.ask(Asking(life=1, steps=0, since=0))
+        one.wait(lambda: one.asking(1) is not None)
+        one.tensors(0, 0)[0].copy_(tensors[0])
+        one.publish(0, 6, Header("mean", 1, 2, 3))
+        two.wait(lambda: two.position(0) == 6)
+        assert network.num_data == 2  # of both slots
+        assert torch.equal(two.tensors(0, 0)[0], tensors[0])
+
+
+@pytest.mark.parametrize("room", [0, 1, 2, 3, 4])
+def test_tensors_are_passed_on_as_they_arrive_and_each_byte_once(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    """Without room on the way to the other machine, the rest follows with the words."""
+    monkeypatch.setattr(rounds_relay, "CHUNK_BYTES", 4)
+    monkeypatch.setattr(rounds_relay, "AHEAD_BYTES", 1)
+    sent: list[tuple[Message, bytes | None]] = []
+    memory = RoundsMemory(2)
+    source, reader = Peer("machine", 1), Peer("machine", 2)
+    there = iter([0] * room + [1] * 20)
+    relay = RunRelay(memory, (), lambda to, message, body: sent.append((message, body)), lambda to: next(there))
+    relay.joined(source, [0])
+    relay.joined(reader, [1])
+    elsewhere = RoundsMemory(2)
+    board = SharedBoard(elsewhere.fds, 0, [])
+    board.set_life(1)
+    elsewhere.words.of[0][AREA_BYTES] = 16
+    content = bytes(range(16))
+    for slot, position in ((1, 5), (0, 6), (1, 7)):  # the same slot again
+        content = bytes(reversed(content))
+        there = iter([0] * room + [1] * (4 - room) + [0] * 20)
+        del sent[:]
+        for at in range(0, 16, 4):
+            relay.receive(source, RoundData(0, 1, slot, at, 16), memoryview(content)[at : at + 4])
+        assert [message.offset for message, _ in sent if isinstance(message, RoundData)] == list(range(0, 4 * room, 4))
+        board.publish(slot, position, Header("mean", 1, 2, 3))
+        relay.receive(source, taken(elsewhere.words.bytes[0]).message(0), None)
+        to_reader = [(message, body) for message, body in sent if getattr(message, "rank", 0) == 0]
+        parts = [body for message, body in to_reader if isinstance(message, RoundData)]
+        assert b"".join(part or b"" for part in parts) == content
+        assert isinstance(to_reader[-1][0], RoundWords)
+    memory.close()
+    elsewhere.close()
+
+
 def test_words_are_copied_as_they_were_at_one_instant() -> None:
     """The same words again change nothing; those of an excluded life keep what was decided."""
     memory = RoundsMemory(2)
@@ -228,7 +314,13 @@ def test_words_are_copied_as_they_were_at_one_instant() -> None:
 
 # ---- training -------------------------------------------------------------------------------------------------------
 
-LAYOUTS = {"two": [[0], [1]], "three": [[0], [1], [2]], "pairs": [[0, 1], [2, 3]], "elsewhere": [[], [0, 1]]}
+LAYOUTS = {
+    "two": [[0], [1]],
+    "three": [[0], [1], [2]],
+    "pairs": [[0, 1], [2, 3]],
+    "elsewhere": [[], [0, 1]],
+    "apart": [[], [0], [1]],
+}
 
 
 @pytest.mark.processes
@@ -239,6 +331,8 @@ def test_every_sample_is_applied_once_on_all_machines(machines: list[list[int]],
         reap(network, pids)
     for report in check(tmp_path, list(range(network.num_ranks))):
         assert report["view"] == [EPOCHS * SAMPLES, 0, 0, 0, network.num_ranks - 1]
+    # A machine that has all workers sends their words, which must be put in order, but not their tensors.
+    assert (network.num_data == 0) == (machines == LAYOUTS["elsewhere"])
 
 
 def _has_reported(folder: Path, rank: int) -> bool:

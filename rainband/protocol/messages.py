@@ -679,6 +679,12 @@ class RoundWords(Message, frozen=True, tag=147):
     headers: tuple[bytes, bytes]
 
 
+class RoundAudience(Message, frozen=True, tag=150):
+    """Tells a machine whether workers elsewhere read the tensors and states of its workers; without this, they do."""
+
+    is_there: bool
+
+
 class OpenTunnel(Message, frozen=True, tag=148):
     """A worker asks the run's machine for a connection to another one, or answers such a request."""
 
@@ -698,7 +704,7 @@ AnyMessage = (
     | StatePart | TakeSnapshot | Saved | Planned | Dataset | Paused | NoWork | Idle | PullDelayed | AdjustRule
     | RoundChosen | StopRequest | CheckpointRequest | Command | Answer | Evaluated | AssignItems
     | ItemsDelivered | PeerValue | Lend | GiveBack | LinksOpened | FilePart | MachineJoin | MachineWelcome
-    | RestartRequest | Restart | ProcessEnded | Leave | RoundData | RoundWords
+    | RestartRequest | Restart | ProcessEnded | Leave | RoundData | RoundWords | RoundAudience
     | TunnelRequest | OpenTunnel | TunnelOpen
 )  # fmt: skip
 

@@ -146,11 +146,6 @@ def check_ray(options: RunOptions, name: str, requires: Requirements) -> None:
             if name in options:
                 raise OptionError(f"{opt(name)} requires {opt('runtime', 'ray')}.")
         return
-    if requires.in_rounds:
-        raise OptionError(
-            f"{opt('runtime', 'ray')}: the workers of {name} share memory, which actors do not: choose a strategy with "
-            "servers, such as downpour, or sync batch_per_worker=true."
-        )
     if options.get("timeline"):
         raise OptionError(f"{opt('timeline', True)} is for one machine, so omit it with {opt('runtime', 'ray')}.")
     most, workers = options.get("max_workers"), options["workers"] or 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rainband.bench.harness.cluster import ExchangeCluster
 from rainband.bench.harness.rows import Effort, Row, at_most
-from rainband.runtimes.processes.launcher import SERVERS_NEED
+from rainband.runtimes.processes.entries import SERVERS_NEED
 from rainband.runtimes.processes.zygote import Zygote
 from rainband.transports.server_links import MAILBOX_SLOTS
 

@@ -17,10 +17,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from rainband.errors import HandshakeFailed, PeerLost, RainbandError
+from rainband.plugins import load_strategy
 from rainband.protocol.messages import (
     COORDINATOR,
     Leave,
@@ -31,30 +33,35 @@ from rainband.protocol.messages import (
     ProcessEnded,
     Restart,
     RestartRequest,
+    RoundAudience,
     RoundData,
     RoundWords,
     Shutdown,
 )
 from rainband.runtimes.config import Job, RunConfig, encode_job
 from rainband.runtimes.configure import check_task
+from rainband.runtimes.machines.doors import Doors
 from rainband.runtimes.machines.invitation import Invitation
-from rainband.runtimes.machines.machine_host import Doors, own_software
-from rainband.runtimes.machines.rounds_relay import MachineRelay
-from rainband.runtimes.processes.launcher import (
+from rainband.runtimes.machines.software import own_software
+from rainband.runtimes.processes.entries import (
     ENTRIES,
     FINE,
     KEYS_OF,
+    LINK_BROKEN,
     SCRIPT,
     SERVERS_NEED,
     WORKERS_NEED,
     how_it_ended,
+    modules_of_workers,
 )
-from rainband.runtimes.processes.worker_link import LINK_BROKEN
 from rainband.runtimes.processes.zygote import Exited, SpawnFailed, Zygote
 from rainband.transports.connect import connect, is_here
 from rainband.transports.connection import Connection
 from rainband.transports.hub import Hub
-from rainband.transports.shared_rounds import RoundsMemory
+
+if TYPE_CHECKING:  # importing torch takes longer than all else here, and the fork server imports it anyway
+    from rainband.runtimes.machines.rounds_relay import MachineRelay
+    from rainband.transports.shared_rounds import RoundsMemory
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = (
     0.5,
@@ -129,7 +136,8 @@ class Joiner:
 
     def run(self) -> int:
         """Join, and stay until the run ends or the user interrupts; return the exit code."""
-        self.zygote = Zygote.start(SERVERS_NEED)  # first, because its imports take the longest
+        # First, because its imports take the longest. It cannot know yet whether its workers need more.
+        self.zygote = Zygote.start(SERVERS_NEED if self.options.servers else ("torch", *WORKERS_NEED[1:]))
         try:
             self.hub.watch(self.zygote.fileno(), self._children)
             with self._signals():
@@ -206,7 +214,7 @@ class Joiner:
 
     def receive(self, connection: Connection, message: Message, body: memoryview | None) -> None:
         match message:
-            case RoundData() | RoundWords() if self.relay is not None:
+            case RoundData() | RoundWords() | RoundAudience() if self.relay is not None:
                 self.relay.receive(message, body)
             case MachineWelcome():
                 self._welcomed(message)
@@ -238,12 +246,16 @@ class Joiner:
         parts = [f"worker {rank}" for rank in welcome.ranks] + [f"server {number}" for number in welcome.servers]
         self.say(f"joined {config.task} with {strategy} as {', '.join(parts)}. Ctrl-C leaves the run.")
         if welcome.round_ranks:
+            from rainband.runtimes.machines.rounds_relay import MachineRelay
+            from rainband.transports.shared_rounds import RoundsMemory
+
             self.rounds = RoundsMemory(welcome.round_ranks, is_mirror=True)
             self.relay = MachineRelay(self.rounds, welcome.ranks, self.hub.send, COORDINATOR)
             self.hub.watch(self.relay.bell, self.relay.rang)
         for number in welcome.servers:
             self._start("server", number)
-        self.zygote.preload(WORKERS_NEED)
+        requires = load_strategy(config.strategy, config.strategy_settings).requires
+        self.zygote.preload(modules_of_workers(config, requires))
         for rank in welcome.ranks:
             self._start("worker", rank)
 

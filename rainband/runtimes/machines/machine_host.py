@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
-from collections.abc import Callable
-from importlib import metadata
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
-from rainband import __version__
 from rainband.coordinator.coordinator import Coordinator
 from rainband.coordinator.state import Phase
-from rainband.options import OptionError, opt
 from rainband.protocol import events
 from rainband.protocol.messages import (
     Address,
@@ -30,21 +26,21 @@ from rainband.protocol.messages import (
     RoundData,
     RoundWords,
     Shutdown,
-    Software,
     TunnelRequest,
 )
-from rainband.runtimes.config import Door, RunConfig
+from rainband.runtimes.config import RunConfig
 from rainband.runtimes.coordinator_host import CoordinatorHost
-from rainband.runtimes.machines.addresses import HostPort, parse_address, reachable_host
+from rainband.runtimes.machines.addresses import HostPort
+from rainband.runtimes.machines.doors import Doors
 from rainband.runtimes.machines.invitation import FILE_NAME, Invitation
 from rainband.runtimes.machines.launchers import launched_by, shared_file
 from rainband.runtimes.machines.rounds_relay import RunRelay
+from rainband.runtimes.machines.software import own_software, software_differences
 from rainband.transports.auth import role_keys
-from rainband.transports.connect import is_loopback, listen_tcp, this_machine
+from rainband.transports.connect import this_machine
 from rainband.transports.connection import Connection
 from rainband.transports.hub import Hub
 from rainband.transports.shared_rounds import RoundsMemory
-from rainband.transports.tls.certificate import Certificate, new_certificate
 from rainband.transports.tunnels.dial import ROLE as TUNNEL
 from rainband.transports.tunnels.host import Tunnel, TunnelHost
 
@@ -52,64 +48,6 @@ MAX_JOINING = 60  # workers of other machines that may share batches, above thos
 OVER = (Phase.FLUSHING, Phase.FINISHING, Phase.CONCLUDING, Phase.OVER)
 MACHINE_ROLES = ("machine", TUNNEL)  # of connections that a MachineHost serves
 MAX_PROCESSES = 10_000  # that a machine may bring at once
-
-
-def own_software() -> Software:
-    """Return the versions of this machine; builds of torch for different devices fit together."""
-    torch = metadata.version("torch").partition("+")[0]
-    return Software(__version__, torch, f"{sys.version_info.major}.{sys.version_info.minor}")
-
-
-def software_differences(theirs: Software, ours: Software, their_machine: str) -> str:
-    """Return what to install for a machine to join, naming both sides; "" if it fits."""
-    names = {"rainband": "rainband", "torch": "torch", "python": "Python"}
-    pairs = [(title, getattr(theirs, field), getattr(ours, field)) for field, title in names.items()]
-    wrong = [f"{title} {mine} and the run's machine {other}" for title, mine, other in pairs if mine != other]
-    if not wrong:
-        return ""
-    needed = " and ".join(f"{title} {other}" for title, mine, other in pairs if mine != other)
-    return f"{their_machine} has {'; '.join(wrong)}: install {needed} on {their_machine}."
-
-
-class Doors:
-    """The sockets on which the processes of one machine accept connections from others."""
-
-    def __init__(self, listen: str, advertise: str, num_servers: int, for_servers_only: bool = False) -> None:
-        """With a port, server 0 has the next one, and so on; with port 0, each has any that is free."""
-        address = parse_address("listen", listen)
-        first = 0 if for_servers_only else 1
-        self.socks: list[socket.socket] = []
-        try:
-            for number in range(num_servers + first):
-                self.socks.append(listen_tcp(address.host, address.port and address.port + number))
-            loopback = is_loopback(self.socks[0])
-            self.certificate: Certificate | None = None if loopback else new_certificate()
-            shown = HostPort("", 0)
-            if advertise:
-                shown = parse_address("advertise", advertise, default_port=address.port)
-            self.host = shown.host or reachable_host(self.socks[0])
-        except ValueError as error:
-            self.close()
-            raise (
-                error if isinstance(error, OptionError) else OptionError(f"{opt('listen', listen)}: {error}")
-            ) from None
-        shift = shown.port - address.port if shown.port and address.port else 0  # a router may forward other ports
-        self.ports = [sock.getsockname()[1] + shift for sock in self.socks]
-
-    @property
-    def fingerprint(self) -> bytes:
-        return self.certificate.fingerprint if self.certificate else b""
-
-    def door(self, number: int) -> Door:
-        return Door(host=self.host, port=self.ports[number], certificate=self.certificate)
-
-    def of_server(self, index: int) -> Door | None:
-        """Return the door of a server of the run's own machine; None if servers are elsewhere."""
-        return self.door(index + 1) if index + 1 < len(self.socks) else None
-
-    def close(self) -> None:
-        for sock in self.socks:
-            sock.close()
 
 
 def _backlog(hub: Hub, machine: Peer) -> int:
@@ -146,6 +84,7 @@ class MachineHost:
         self.shared: Path | None = None  # where other ranks of a job find the invitation
         self.relay: RunRelay | None = None  # where workers share batches
         self.most_workers = sys.maxsize  # of all machines
+        self.ranks_move = False  # the launcher starts workers on the machines, which tell what they have
         self.tunnels: TunnelHost | None = None  # where workers have links to each other
 
     @property
@@ -162,11 +101,13 @@ class MachineHost:
         host: CoordinatorHost,
         emit: Callable[[events.AnyEvent], None],
         rounds: RoundsMemory | None = None,
+        ranks: Sequence[int] = (),
         max_replicas: int | None = None,
     ) -> None:
         """Listen, and write the invitation, if other machines are to join.
 
-        `rounds`: the memory of workers that share batches. `max_replicas`: of the model; None: any number.
+        `rounds`: the memory of workers that share batches, and `ranks` those of this machine. `max_replicas`: of the
+        model; None: any number.
         """
         if max_replicas is not None:
             self.most_workers = max_replicas * host.coordinator.state.settings.workers_per_replica
@@ -174,7 +115,6 @@ class MachineHost:
         if host.coordinator.state.settings.workers_per_replica > 1:
             self.tunnels = TunnelHost(hub, self._worker, lambda to, worker: hub.send(to, TunnelRequest(worker)))
         if rounds is not None:
-            ranks = host.coordinator.state.settings.local_ranks
             self.relay = RunRelay(rounds, ranks, hub.send, lambda machine: _backlog(hub, machine))
             hub.watch(self.relay.bell, self.relay.rang)
         hub.listen(self.doors.socks[0], self.doors.certificate)
@@ -301,14 +241,14 @@ class MachineHost:
 
     def _report_left(self, machine: Peer, why: str) -> None:
         joined = self.machines.get(machine)
-        if joined is not None and machine not in self.left:
+        if joined is not None and machine not in self.left and not self.ranks_move:
             self.left.add(machine)
             gone = events.MachineJoined(at_s=self.host.now(), machine=joined.name, workers=joined.ranks, left=why)
             self.emit(gone)
 
     def _join(self, sender: Peer, join: MachineJoin, coordinator: Coordinator) -> MachineWelcome:
         brings = bool(join.ranks or join.workers or join.servers)  # otherwise it only asks whether it may join
-        if (refused := self._why_refused(join, coordinator)) or not brings:
+        if (refused := self._why_refused(join, self.machines.get(sender), coordinator)) or not brings:
             if brings and not join.ranks:
                 self.emit(events.Warned(at_s=self.host.now(), text=f"the machine {join.name} was refused: {refused}"))
             return MachineWelcome(refused=refused, run=self.directory.name)
@@ -317,7 +257,8 @@ class MachineHost:
             self.left.discard(sender)
             if self.relay is not None:
                 self.relay.joined(sender, join.ranks)
-            self.emit(events.MachineJoined(at_s=self.host.now(), machine=join.name, workers=join.ranks))
+            if not self.ranks_move:
+                self.emit(events.MachineJoined(at_s=self.host.now(), machine=join.name, workers=join.ranks))
             return MachineWelcome(run=self.directory.name)
         ranks = tuple(coordinator.admission.new_ranks(join.workers))
         servers = tuple(coordinator.admission.expect_servers(join.servers)) if join.servers else ()
@@ -336,9 +277,11 @@ class MachineHost:
             round_ranks=0 if self.relay is None else self.relay.memory.num_ranks,
         )
 
-    def _why_refused(self, join: MachineJoin, coordinator: Coordinator) -> str:
+    def _why_refused(self, join: MachineJoin, known: MachineJoin | None, coordinator: Coordinator) -> str:
         if differs := software_differences(join.software, own_software(), join.name):
             return differs
+        if join.ranks and not self.ranks_move and (known is None or known.ranks != join.ranks):
+            return "it has not brought these workers."
         phase = coordinator.state.phase
         if phase in OVER:
             return "the run is ending: there is no work left."

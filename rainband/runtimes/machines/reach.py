@@ -15,7 +15,7 @@ from rainband.errors import RainbandError
 from rainband.protocol.messages import COORDINATOR, MachineJoin, MachineWelcome, Message, Peer
 from rainband.runtimes.machines.addresses import parse_address
 from rainband.runtimes.machines.invitation import Invitation, read_invitation
-from rainband.runtimes.machines.machine_host import own_software
+from rainband.runtimes.machines.software import own_software
 from rainband.transports.connect import connect, host_and_port, is_here
 from rainband.transports.connection import Connection
 from rainband.transports.hub import Hub

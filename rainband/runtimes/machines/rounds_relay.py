@@ -4,6 +4,7 @@ Each worker's words are sent whole whenever they have changed; what changed in b
 looks at shared memory now and then misses it, too. Tensors travel before the words that announce them. The machine of
 the run puts the changes of all workers in one order: it writes them into its memory, and then sends them to the other
 machines, also to the one where they were made. A worker of another machine goes on when its words have come back.
+It passes tensors on as they arrive, so the links are used in both directions at once.
 
 An exclusion is decided in the memory of the run's machine. Words of an excluded life that arrive later are dropped, so
 all survivors count the same contributions.
@@ -19,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from rainband.protocol.messages import Message, Peer, RoundData, RoundWords
+from rainband.protocol.messages import Message, Peer, RoundAudience, RoundData, RoundWords
 from rainband.rounds.view import Header
 from rainband.transports.shared_rounds import (
     ADMISSION_AT,
@@ -46,6 +47,7 @@ from rainband.transports.shared_rounds import (
 )
 
 CHUNK_BYTES = 1 << 19  # of tensors in one message, so that heartbeats need not wait for large ones
+AHEAD_BYTES = 1 << 26  # of tensors that are passed on before the words that announce them have come
 BACKLOG_BYTES = 1 << 20  # with more bytes that have not left for a machine, its workers' next changes wait
 STATE = 2  # the kind of data after those of the two slots
 
@@ -178,17 +180,36 @@ class MachineView:
         self.hosted = frozenset(hosted)  # workers whose tensors it has anyway
         self.sent: dict[int, Snapshot] = {}
         self.changed: set[int] = set()
+        self.audience = True  # whether it was told that others read the tensors of its workers
+        self.ahead: dict[tuple[int, int], tuple[int, int]] = {}  # rank, slot -> the life, and the bytes sent already
 
-    def messages(self, rank: int, now: Snapshot, rooms: Rooms) -> list[tuple[Message, bytes | None]]:
+    def may_pass(self, part: RoundData, length: int, has_room: bool) -> bool:
+        """Return True if a part of tensors may be sent before the words that announce it, in the order of parts.
+
+        A slot may be written, here and elsewhere, since all members have read what was in it. A state may not: who
+        waits for it looks for its words only.
+        """
+        if part.kind == STATE or part.rank in self.hosted:
+            return False
+        key = part.rank, part.kind
+        sent = self.ahead.get(key, (0, 0)) if part.offset else (part.life, 0)
+        goes = has_room and sent == (part.life, part.offset)
+        self.ahead[key] = part.life, sent[1] + length if goes else sent[1]
+        return goes
+
+    def messages(
+        self, rank: int, now: Snapshot, rooms: Rooms, with_data: bool = True
+    ) -> list[tuple[Message, bytes | None]]:
         """Return what brings its knowledge of a worker up to date."""
         before = self.sent.get(rank)
         if now == before:
             return []
         self.sent[rank] = now
         out: list[tuple[Message, bytes | None]] = []
-        if rank not in self.hosted:
+        if with_data and rank not in self.hosted:
             for kind in _new_data(before, now):
-                out += _in_chunks(rank, kind, now, rooms)
+                life, first = self.ahead.pop((rank, kind), (0, 0))
+                out += _in_chunks(rank, kind, now, rooms, first if life == now.words[LIFE] else 0)
         return [*out, (now.message(rank), None)]
 
 
@@ -213,12 +234,12 @@ def _num_bytes(words: memoryview, kind: int) -> int:
     return int(words[STRUCTURE_BYTES] + words[TENSOR_BYTES] if kind == STATE else words[AREA_BYTES])
 
 
-def _in_chunks(rank: int, kind: int, now: Snapshot, rooms: Rooms) -> list[tuple[Message, bytes | None]]:
+def _in_chunks(rank: int, kind: int, now: Snapshot, rooms: Rooms, first: int = 0) -> list[tuple[Message, bytes | None]]:
     num_bytes, life = _num_bytes(now.words, kind), int(now.words[LIFE])
     data = rooms.data(rank, kind, num_bytes)
     return [  # copies: the worker may write the next ones before these have left
         (RoundData(rank, life, kind, at, num_bytes), bytes(data[at : at + CHUNK_BYTES]))
-        for at in range(0, num_bytes, CHUNK_BYTES)
+        for at in range(first, num_bytes, CHUNK_BYTES)
     ]
 
 
@@ -264,15 +285,37 @@ class RunRelay(RoundsRelay):
         super().__init__(memory, ranks, send)
         self.backlog = backlog
         self.machines: dict[Peer, MachineView] = {}
+        self.is_spread = bool(self.ranks)  # whether there has ever been more than one machine with workers
         self.last: dict[int, Snapshot] = {}  # of the workers of this machine
 
     def joined(self, machine: Peer, ranks: Iterable[int]) -> None:
-        """Tell a machine all there is, also if it has only lost its connection for a while."""
-        follower = self.machines[machine] = MachineView(ranks)
+        """Tell a machine all there is, also if it has only lost its connection for a while.
+
+        A machine on which one of these workers was before is left out from now on, with all its workers: their
+        processes may still run there, and their memory is not what the others see.
+        """
+        follower = MachineView(ranks)
+        for other, view in list(self.machines.items()):
+            if other != machine and view.hosted & follower.hosted:
+                self.left(other)
+                for rank in view.hosted - follower.hosted:
+                    self.memory.exclude(rank)
+        self.machines[machine] = follower
+        self.is_spread = self.is_spread or len(self.machines) > 1
         follower.changed.update(range(self.memory.num_ranks))
 
     def left(self, machine: Peer) -> None:
         self.machines.pop(machine, None)
+
+    def _tell_audience(self) -> None:
+        """Tell the machines whether others need tensors: one that has had all workers so far keeps them to itself.
+
+        A worker elsewhere reads nothing of what was written before it asked to join, and this arrives before that.
+        """
+        for machine, view in self.machines.items():
+            if view.audience != self.is_spread:
+                view.audience = self.is_spread
+                self.send(machine, RoundAudience(self.is_spread), None)
 
     def receive(self, machine: Peer, message: RoundData | RoundWords, body: memoryview | None) -> None:
         """Take a change of a worker of another machine."""
@@ -283,6 +326,7 @@ class RunRelay(RoundsRelay):
         if isinstance(message, RoundData):
             if message.life > words[EXCLUDED]:
                 self.put_data(message, body)
+                self._pass_on(machine, message, body)
             return
         self.look()  # what workers of this machine have written before comes before this change
         now = merged(words, received(message))
@@ -292,6 +336,15 @@ class RunRelay(RoundsRelay):
         self._mark([rank])
         self.words.ring(-1)
         self.pump()
+
+    def _pass_on(self, source: Peer, part: RoundData, body: memoryview | None) -> None:
+        """Send tensors to the other machines at once, while the rest of them is still on its way here."""
+        content = bytes(body or b"")
+        for machine, follower in self.machines.items():
+            if machine == source:
+                continue
+            if follower.may_pass(part, len(content), has_room=self.backlog(machine) < AHEAD_BYTES):
+                self.send(machine, part, content)
 
     def look(self) -> None:
         """Find the changes of this machine's workers, and the exclusions."""
@@ -312,6 +365,7 @@ class RunRelay(RoundsRelay):
 
     def pump(self) -> None:
         """Send to each machine what it does not know yet, unless much has not left for it."""
+        self._tell_audience()
         for machine, follower in self.machines.items():
             while follower.changed and self.backlog(machine) < BACKLOG_BYTES:
                 rank = follower.changed.pop()
@@ -326,20 +380,27 @@ class MachineRelay(RoundsRelay):
         super().__init__(memory, ranks, send)
         self.to = to
         self.run = MachineView(())
+        self.audience = True  # whether workers elsewhere read the tensors of these
 
     def connected(self) -> None:
         """Tell the run all there is, after a connection was made."""
-        self.run = MachineView(())
+        self.run, self.audience = MachineView(()), True
         self.look()
 
     def look(self) -> None:
         """Send the changes of this machine's workers."""
         for rank in sorted(self.ranks):
-            for message, body in self.run.messages(rank, taken(self.words.own_bytes[rank]), self.rooms):
+            now = taken(self.words.own_bytes[rank])
+            for message, body in self.run.messages(rank, now, self.rooms, with_data=self.audience):
                 self.send(self.to, message, body)
 
-    def receive(self, message: RoundData | RoundWords, body: memoryview | None) -> None:
+    def receive(self, message: RoundData | RoundWords | RoundAudience, body: memoryview | None) -> None:
         """Take a change that the run's machine has put in order."""
+        if isinstance(message, RoundAudience):
+            if message.is_there and not self.audience:
+                self.run = MachineView(())  # what was kept here is sent now
+            self.audience = message.is_there
+            return
         if isinstance(message, RoundData):
             if message.rank not in self.ranks:
                 self.put_data(message, body)

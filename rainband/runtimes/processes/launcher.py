@@ -33,6 +33,15 @@ from rainband.runtimes.coordinator_host import CoordinatorHost
 from rainband.runtimes.hogwild.saving import MemoryWriter
 from rainband.runtimes.hogwild.server import HogwildServer
 from rainband.runtimes.machines.machine_host import MACHINE_ROLES, MAX_JOINING, MachineHost
+from rainband.runtimes.processes.entries import (
+    ENTRIES,
+    FINE,
+    KEYS_OF,
+    SCRIPT,
+    SERVERS_NEED,
+    how_it_ended,
+    modules_of_workers,
+)
 from rainband.runtimes.processes.zygote import Exited, SpawnFailed, Starter, Zygote
 from rainband.runtimes.run import MODEL_FILE, Run, View
 from rainband.runtimes.run import RunResult as RunResult
@@ -48,20 +57,9 @@ from rainband.transports.hub import Hub
 from rainband.transports.shared_memory import SharedSegment
 from rainband.transports.shared_rounds import RoundsMemory
 
-ENTRIES = {
-    "worker": "rainband.runtimes.processes.worker_main:main",
-    "server": "rainband.runtimes.processes.server_process:main",
-}
-SCRIPT = "rainband.runtimes.training_loop.script_process:main"  # the entry of a worker that runs a user's script
-# Servers are forked first, without torch._dynamo, which takes 70 MB and which they do not need.
-SERVERS_NEED = ("torch", ENTRIES["server"].partition(":")[0])
-WORKERS_NEED = ("torch._dynamo", *(entry.partition(":")[0] for entry in (ENTRIES["worker"], SCRIPT)))
 CAN_CONTINUE = 75  # the exit code of a run that was stopped in good order, and has a checkpoint
-# The keys of a process: its role's, those of nodes that may connect to it, and, of a worker, that for tunnels.
-KEYS_OF = {"worker": ("worker", "tunnel"), "server": ("worker", "server")}
 GRACE_S = 1.0
 EXIT_KNOWN_S = 0.2  # how long after its connections have closed the zygote may report how a process ended
-FINE = "exit code 0"
 STOP_WITHIN_S = 0.2  # a worker that does not stop is in a call that cannot be interrupted: it is tried again later
 STOPPED = frozenset("TtZX")  # states of threads that do not run
 OBSERVED_AFTER_S = (0.06, 0.12, 0.22, 0.42, 0.82)  # after the first step: a run may be over soon
@@ -158,11 +156,21 @@ class Launcher(Run):
 
     def _make_rounds(self) -> RoundsMemory:
         """Make the memory for shared batches, with room for workers of other machines; nobody waits for these yet."""
-        number = self.config.num_workers
+        number = max(self.config.num_workers, self.config.ray.max_workers or 0)
         rounds = RoundsMemory(number + MAX_JOINING if self.machines is not None else number)
         for rank in range(number, rounds.num_ranks):
             rounds.exclude(rank)
         return rounds
+
+    @property
+    def ranks_in_memory(self) -> Sequence[int]:
+        """Return the workers that share batches in the memory of this process, not in that of another machine."""
+        return self.settings.local_ranks
+
+    @property
+    def _round_fds(self) -> list[int]:
+        """Return the files of that memory."""
+        return [] if self.rounds is None or not self.ranks_in_memory else self.rounds.fds
 
     def stop_soon(self) -> None:
         """Stop as after Ctrl-C: workers finish their current work items."""
@@ -178,7 +186,7 @@ class Launcher(Run):
             address = Address("", 0, f"rainband-{self.run_id.hex()}", this_machine())
             if self.machines is not None:
                 most = self.strategy.requires.max_replicas
-                self.machines.begin(self.hub, self.host, self.emit, self.rounds, most)
+                self.machines.begin(self.hub, self.host, self.emit, self.rounds, self.ranks_in_memory, most)
                 address = self.machines.address
             self._start_processes(address)
             self._predict()
@@ -213,7 +221,7 @@ class Launcher(Run):
     def _start_processes(self, address: Address) -> None:
         for index in range(self.config.num_servers):
             self._start(address, "server", index, threads=1)
-        self.zygote.preload(WORKERS_NEED)
+        self.zygote.preload(modules_of_workers(self.config, self.strategy.requires))
         for index in self.settings.local_ranks:
             self._start(address, "worker", index, self.config.threads)
 
@@ -232,12 +240,12 @@ class Launcher(Run):
             config=msgspec.structs.replace(self.config, directory=str(self.directory)),
             memory=self.memory is not None,
             group_files=0 if self.group is None else len(self.group.fds),
-            round_files=0 if self.rounds is None else len(self.rounds.fds),
+            round_files=len(self._round_fds),
         )
         title = f"rainband {role} {index}"
         fds = self.fds if self.memory is None else [*self.fds, self.memory]
         fds = fds if self.group is None else [*fds, *self.group.fds]
-        fds = fds if self.rounds is None else [*fds, *self.rounds.fds]
+        fds = [*fds, *self._round_fds]
         if self.machines is not None and door is not None:
             fds = [*fds, self.machines.doors.socks[index + 1].fileno()]
         token = self.zygote.spawn(self.entries[role], encode_job(job), title, fds=fds, threads=threads)
@@ -348,12 +356,17 @@ class Launcher(Run):
             if isinstance(event, Exited):
                 peer = self.processes[event.token]
                 self.causes[peer] = how_it_ended(event)
-                if self.rounds is not None and peer.role == "worker":
-                    self.rounds.exclude(peer.index)  # its process was reaped, so it writes no more
-                    if self.group is not None:
-                        self.group.exclude(peer.index)
+                if peer.role == "worker":
+                    self._exclude(peer)
                 ended.append(peer)
         return ended
+
+    def _exclude(self, worker: Peer) -> None:
+        """Let workers that share batches not wait for one whose process was reaped, so that it writes no more."""
+        if self.rounds is not None:
+            self.rounds.exclude(worker.index)
+            if self.group is not None:
+                self.group.exclude(worker.index)
 
     def _children(self) -> None:
         for peer in self._note_exits():
@@ -439,14 +452,6 @@ class Launcher(Run):
             return None
         can_continue = self.interrupts == 1 and self.coordinator.checkpoints.last_name
         return CAN_CONTINUE if can_continue else 128 + (self.signal or signal.SIGINT)
-
-
-def how_it_ended(exited: Exited) -> str:
-    if exited.signal == signal.SIGKILL:
-        return "killed by signal 9, often because memory ran out"
-    if exited.signal:
-        return f"killed by signal {exited.signal}"
-    return f"exit code {exited.code}" + (f": {exited.error}" if exited.error else "")
 
 
 def fence(memory: RoundsMemory, rank: int, zygote: Zygote, token: int) -> bool:

@@ -44,7 +44,6 @@ from rainband.worker.session import Session
 from rainband.worker.worker import ModuleWorker
 
 FILE_PART_BYTES = 4 << 20
-LINK_BROKEN = 69  # the exit code of a worker whose connections have broken; it may be started again
 
 
 def flush_output() -> None:

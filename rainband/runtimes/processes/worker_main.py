@@ -6,8 +6,8 @@ import sys
 
 from rainband.errors import CoordinatorLost, PeerLost
 from rainband.runtimes.config import Job, decode_job
+from rainband.runtimes.processes.entries import LINK_BROKEN
 from rainband.runtimes.processes.stage_process import StageProcess
-from rainband.runtimes.processes.worker_link import LINK_BROKEN
 from rainband.runtimes.processes.worker_process import WorkerProcess
 from rainband.strategy import Strategy
 from rainband.tasks.task import Task

@@ -22,9 +22,13 @@ from rainband.runtimes.ray.cluster import Resources, actor_options, answers, fir
 from rainband.runtimes.ray.role_host import HostedEnd, HostOrder, RoleHost
 
 STOPPED_WITHIN_S = 2.0  # beyond the grace period
-CONCURRENT_CALLS = 4  # of an actor: one waits for the process, others bring signs of life and stop it
+# At one time: each process has a call that waits for its end, and perhaps one that replaces it.
+CALLS_OF_PROCESS, OTHER_CALLS = 2, 3
 MOVED_AFTER = 2.0  # in failure timeouts
 PULSES = 5  # signs of life in a failure timeout
+
+
+Role = tuple[str, int]  # such as ("worker", 3)
 
 
 class Places(NamedTuple):
@@ -38,35 +42,53 @@ class Places(NamedTuple):
 
 
 class Host:
-    """The actor of one role, as far as it is known here."""
+    """An actor, as far as it is known here."""
 
     def __init__(self, actor: Any, in_group: bool, may_move: bool) -> None:
         self.actor = actor
         self.in_group = in_group  # it has a reserved place, not any that is free
         self.may_move = may_move  # to the other kind of place, if it waits for long
         self.made_at = time.monotonic()
-        self.token: int | None = None  # of the process that it runs
+        self.running: dict[Role, int] = {}  # the tokens of its processes
         self.node = ""  # its node's ID; "": it has not answered yet
         self.read_to = 0  # in the output of its processes
         self.line = b""  # the beginning of a line of that
         self.is_asked = False  # for a sign of life
+        self.unanswered = 0  # how often it would have been asked again, since it was
         self.is_dead = False
 
+    @property
+    def hangs(self) -> bool:
+        """Return True if it has not answered for a failure timeout, after it had begun to."""
+        return bool(self.node) and self.unanswered > PULSES
 
-# size: one actor for each process, with the reserved places, signs of life and events of all
+
+# size: the actors of all processes, with the reserved places, signs of life and events of all
 class ActorStarter:
     """Has actors start processes, each in its place in the cluster."""
 
-    def __init__(self, ray: Any, places: Places, order: HostOrder, code: bytes, output: int | None) -> None:
-        """`output`: the open file to which the output of all processes is appended."""
+    def __init__(
+        self,
+        ray: Any,
+        places: Places,
+        order: HostOrder,
+        code: bytes,
+        output: int | None,
+        together: bool = False,
+    ) -> None:
+        """`output`: the open file to which the output of all processes is appended.
+
+        `together`: workers that are placed on one node have one actor, and share memory.
+        """
         self.ray = ray
         self.places = places
         self.order = order
+        self.together = together
         self.code = ray.put(code)
         self.output = output
         self.kind = ray.remote(RoleHost)
         self.modules: tuple[str, ...] = order.modules
-        self.hosts: dict[tuple[str, int], Host] = {}
+        self.hosts: dict[Role, Host] = {}
         self.contents: dict[int, Any] = {}  # by inherited file: a reference to a copy of its content
         self.num_jobs = 0
         self.lock = threading.Lock()  # Ray delivers results on threads of its own
@@ -75,7 +97,7 @@ class ActorStarter:
         self.reader.setblocking(False)
         self.writer.setblocking(False)
         self.closing = threading.Event()
-        self.bundles: dict[tuple[str, int], int] = {}
+        self.bundles: dict[Role, int] = {}
         self.group: Any = None  # the reserved places
 
     def _begin(self) -> None:
@@ -107,12 +129,12 @@ class ActorStarter:
         decoded = decode_job(job)
         role = decoded.role, decoded.index
         host = self.hosts.get(role)
-        if host is None or host.is_dead or host.token is not None:
-            host = self.hosts[role] = self._new_host(role, host)
+        if host is None or host.is_dead or (role in host.running and not self._can_replace(host)):
+            host = self._new_host(role, host)
         token, self.num_jobs = self.num_jobs, self.num_jobs + 1
-        host.token = token
+        host.running[role] = token
         result = host.actor.run_process.remote(entry, job, title, threads or 1, *(self._content(fd) for fd in fds))
-        result.future().add_done_callback(partial(self._has_ended, token, host))
+        result.future().add_done_callback(partial(self._has_ended, role, token, host))
         return token
 
     def fileno(self) -> int:
@@ -134,12 +156,13 @@ class ActorStarter:
         if self.closing.is_set():
             return
         self.closing.set()
-        there = [host for host in self.hosts.values() if host.node and not host.is_dead]
+        hosts = set(self.hosts.values())
+        there = [host for host in hosts if host.node and not host.is_dead]
         try:
             self._wait([host.actor.stop.remote(grace_s) for host in there], grace_s + STOPPED_WITHIN_S)
             self._take_rest_of_output(there)
         finally:
-            kills = [self._kill(host) for host in self.hosts.values()]
+            kills = [self._kill(host) for host in hosts]
             for kill in kills:
                 kill.join(STOPPED_WITHIN_S)
             if self.group is not None:
@@ -155,37 +178,57 @@ class ActorStarter:
         """Return True if Ray has found places for all workers and servers of the start."""
         return bool(self.ray.util.placement_group_table(self.group)["state"] != "PENDING")
 
-    def should_move(self, role: tuple[str, int]) -> bool:
+    def hangs(self, role: Role) -> bool:
+        """Return True if the actor of a process does not answer, though it did before."""
+        return self.hosts[role].hangs
+
+    def should_move(self, role: Role) -> bool:
         """Return True if a process that was started again has waited for its place for long: start it once more."""
         host = self.hosts[role]
         waited_s = time.monotonic() - host.made_at
         return host.may_move and not host.node and waited_s > MOVED_AFTER * self.order.failure_timeout_s
 
-    def _new_host(self, role: tuple[str, int], before: Host | None) -> Host:
+    def _can_replace(self, host: Host) -> bool:
+        """Return True if an actor can end a process that hangs, and start another one beside those of the others."""
+        return self.together and not host.hangs and self._is_reachable(host.node)
+
+    def _beside(self, role: Role) -> list[Role]:
+        """Return the roles that one actor has: those in the same reserved place, if they share memory."""
+        place = self.bundles.get(role)
+        if not self.together or place is None:
+            return [role]
+        return [other for other, bundle in self.bundles.items() if bundle == place]
+
+    def _new_host(self, role: Role, before: Host | None) -> Host:
         """Make an actor in the reserved place of its role, or where there is room if that place is lost with its node.
 
         After some seconds, Ray reserves another place for a lost one, perhaps all that is free: so an actor that has
         found none is made the other way. One that hangs is ended, and so its place becomes free.
         """
-        has_place = role in self.bundles
+        has_place, roles = role in self.bundles, self._beside(role)
         if before is None:
-            return self._made(role, has_place, may_move=False)
-        self._kill(before)
-        in_group = self._is_reachable(before.node) if before.node else not before.in_group
-        return self._made(role, has_place and in_group, may_move=has_place)
+            made = self._made(role, len(roles), has_place, may_move=False)
+        else:
+            self._kill(before)
+            in_group = self._is_reachable(before.node) if before.node else not before.in_group
+            made = self._made(role, len(roles), has_place and in_group, may_move=has_place)
+        self.hosts |= dict.fromkeys(roles, made)
+        return made
 
-    def _made(self, role: tuple[str, int], in_group: bool, may_move: bool) -> Host:
+    def _made(self, role: Role, number: int, in_group: bool, may_move: bool) -> Host:
+        """Make an actor with room for a number of processes of this kind."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         places = self.places
-        options = actor_options(places.server_needs if role[0] == "server" else places.worker_needs)
+        options = actor_options(times(number, places.server_needs if role[0] == "server" else places.worker_needs))
         options["scheduling_strategy"] = (
             PlacementGroupSchedulingStrategy(self.group, self.bundles[role]) if in_group else "DEFAULT"
         )
         if places.runtime_env:
             options["runtime_env"] = dict(places.runtime_env)
         # The launcher starts lost workers again, with their next incarnation, and sooner than Ray would.
-        made = self.kind.options(**options, max_restarts=0, max_task_retries=0, max_concurrency=CONCURRENT_CALLS)
+        calls = number * CALLS_OF_PROCESS + OTHER_CALLS
+        made = self.kind.options(**options, max_restarts=0, max_task_retries=0, max_concurrency=calls)
         order = msgspec.structs.replace(self.order, modules=self.modules)
         return Host(made.remote(msgspec.msgpack.encode(order), self.code), in_group, may_move)
 
@@ -206,7 +249,7 @@ class ActorStarter:
                 self.contents[fd] = self.ray.put(file.read())
         return self.contents[fd]
 
-    def _has_ended(self, token: int, host: Host, future: Any) -> None:
+    def _has_ended(self, role: Role, token: int, host: Host, future: Any) -> None:
         error = future.exception()
         if error is None:
             end = msgspec.msgpack.decode(future.result(), type=HostedEnd)
@@ -218,8 +261,8 @@ class ActorStarter:
             host.is_dead = True
             event = SpawnFailed(token, _why_not_started(error))
         with self.lock:
-            if host.token == token:
-                host.token = None
+            if host.running.get(role) == token:
+                del host.running[role]
             self.ended.append(event)
             if not self.closing.is_set():
                 with suppress(BlockingIOError):  # it is awake already
@@ -230,9 +273,11 @@ class ActorStarter:
     def _keep_pulse(self) -> None:
         """Tell all actors regularly that the driver is there: without that, they end. They answer with their output."""
         while not self.closing.wait(self.order.failure_timeout_s / PULSES):
-            for host in list(self.hosts.values()):
-                if not host.is_asked and not host.is_dead:
-                    host.is_asked = True
+            for host in set(self.hosts.values()):
+                if host.is_asked:
+                    host.unanswered += 1
+                elif not host.is_dead:
+                    host.is_asked, host.unanswered = True, 0
                     answer = host.actor.pulse.remote(host.read_to)
                     answer.future().add_done_callback(partial(self._answered, host, host.read_to))
 
@@ -240,6 +285,7 @@ class ActorStarter:
         if future.exception() is None:
             host.node, output = future.result()
             self._take_output(host, read_from, output)
+            host.unanswered = 0
         host.is_asked = False
 
     def _take_output(self, host: Host, read_from: int, output: bytes) -> None:

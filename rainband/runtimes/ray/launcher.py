@@ -15,13 +15,18 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from rainband.coordinator.coordinator import RunSettings
-from rainband.plugins import strategy_names
+from rainband.coordinator.liveness import NOBODY_LEFT
+from rainband.plugins import load_strategy, strategy_names
 from rainband.protocol import events
 from rainband.protocol.messages import Address, Peer
 from rainband.runtimes.config import RunConfig
+from rainband.runtimes.machines.doors import Doors
 from rainband.runtimes.machines.joiner import pause_s
-from rainband.runtimes.machines.machine_host import Doors, MachineHost, own_software
-from rainband.runtimes.processes.launcher import ENTRIES, FINE, SERVERS_NEED, WORKERS_NEED, Launcher
+from rainband.runtimes.machines.machine_host import MachineHost
+from rainband.runtimes.machines.mirror import MirrorOrder
+from rainband.runtimes.machines.software import own_software
+from rainband.runtimes.processes.entries import ENTRIES, FINE, SERVERS_NEED, modules_of_workers
+from rainband.runtimes.processes.launcher import Launcher
 from rainband.runtimes.processes.zygote import Starter
 from rainband.runtimes.ray.cluster import RayConnection, Resources, connected
 from rainband.runtimes.ray.hosts import ActorStarter, Places
@@ -104,28 +109,51 @@ class RayLauncher(Launcher):
             runtime_env=of_ray.runtime_env,
         )
         code = pack(code_folders()) if self.own_code else b""
-        return ActorStarter(self.ray, places, order, code, output)
+        strategy = load_strategy(config.strategy, config.strategy_settings)
+        return ActorStarter(self.ray, places, order, code, output, together=strategy.requires.in_rounds)
+
+    @property
+    def ranks_in_memory(self) -> Sequence[int]:
+        return ()  # all are on nodes, which have memories of their own
 
     def _listen(self, secret: bytes) -> MachineHost:
         """Listen at this node's address in the cluster, or where the user says; servers listen on their own nodes."""
         config = self.config
         here = config.listen or host_and_port(str(self.ray.util.get_node_ip_address()), 0)
         doors = Doors(here, config.advertise, num_servers=0)
-        return MachineHost(config, self.run_id, secret, self.directory, doors)
+        machines = MachineHost(config, self.run_id, secret, self.directory, doors)
+        machines.ranks_move = True
+        return machines
 
     def _start_processes(self, address: Address) -> None:
         self.address = address
+        if self.rounds is not None and self.machines is not None:
+            number, key = self.rounds.num_ranks, self.machines.invitation.key
+            mirror = MirrorOrder(num_ranks=number, run_id=self.run_id, key=key, address=address)
+            self.zygote.order = msgspec.structs.replace(self.zygote.order, mirror=mirror)
         if self.is_open:
             self.emit(events.Warned(at_s=self._now(), text=OPEN))
         for index in range(self.config.num_servers):
             self._start(address, "server", index, threads=1)
-        self.zygote.preload(WORKERS_NEED)
+        self.zygote.preload(modules_of_workers(self.config, self.strategy.requires))
         for rank in self.settings.local_ranks:
             self._start_worker(rank)
 
     def _start_worker(self, rank: int) -> None:
+        if rank in self.incarnations and self.rounds is not None:
+            self.rounds.exclude(rank)  # nothing more of the earlier one is taken from its machine
         life = self.incarnations[rank] = self.incarnations.get(rank, -1) + 1
         self._start(self.address, "worker", rank, self.config.threads, life)
+
+    def emit(self, event: events.AnyEvent) -> None:
+        if isinstance(event, events.Warned) and event.text == NOBODY_LEFT:
+            if any(self._may_return(Peer("worker", rank, life)) for rank, life in self.incarnations.items()):
+                return  # nobody need do anything
+        super().emit(event)
+
+    def _exclude(self, worker: Peer) -> None:
+        if self.incarnations.get(worker.index) == worker.incarnation:  # otherwise, the next one is there
+            super()._exclude(worker)
 
     # ---- lost workers ----------------------------------------------------------------------------------------------
 
@@ -147,6 +175,10 @@ class RayLauncher(Launcher):
         """Start workers again that are lost, or that hang: their next incarnation takes over."""
         now = time.monotonic()
         self._start_more_workers()
+        if self.rounds is not None:
+            for rank, worker in self.coordinator.state.workers.items():
+                if not worker.active and not worker.paused:
+                    self.rounds.exclude(rank)
         for rank, life in list(self.incarnations.items()):
             peer = Peer("worker", rank, life)
             if not self._may_return(peer):
@@ -167,6 +199,8 @@ class RayLauncher(Launcher):
             return True
         if worker is None or worker.peer != peer:
             return False  # it has not joined yet
+        if self.rounds is not None and self.zygote.hangs(("worker", peer.index)):
+            return True  # its words do not arrive any more, and the others wait for them
         silent = self._now() - worker.heartbeat_at > self.config.failure_timeout_s
         hangs = silent and not (worker.active or worker.paused or worker.leaving or worker.ended)
         return hangs or not worker.connected

@@ -1,6 +1,6 @@
-"""The actor that hosts one worker or server on a node of a Ray cluster.
+"""The actor that hosts a server, a worker, or several workers that share memory, on a node of a Ray cluster.
 
-It forks the same process as a run on one machine, and supervises it: the user's code runs outside the actor, so an
+It forks the same processes as a run on one machine, and supervises them: the user's code runs outside the actor, so an
 error or `sys.exit` there does not end the actor. Gradients and parameters do not pass through Ray.
 """
 
@@ -20,12 +20,15 @@ import msgspec
 
 from rainband.protocol.messages import Software
 from rainband.runtimes.config import Job, decode_job, encode_job
-from rainband.runtimes.machines.machine_host import Doors, own_software, software_differences
+from rainband.runtimes.machines.doors import Doors
+from rainband.runtimes.machines.mirror import Mirror, MirrorOrder
+from rainband.runtimes.machines.software import own_software, software_differences
 from rainband.runtimes.processes.zygote import Exited, SpawnFailed, Zygote
 from rainband.runtimes.ray.user_code import UnpackedCode
 from rainband.transports.connect import host_and_port
 from rainband.transports.event_loop import readable_within
 
+ENDED_S = 0.01  # between two looks at a process that is being killed
 CHECK_S = 0.2  # between two looks at the node and the driver
 # In failure timeouts: a driver that is silent for longer is lost. The rest of the second timeout is for ending.
 DRIVER_LOST_AFTER = 1.5
@@ -42,6 +45,7 @@ class HostOrder(msgspec.Struct, frozen=True, kw_only=True):
     software: Software  # of the driver
     folder: str  # the driver's current folder
     path: tuple[str, ...]  # and its sys.path
+    mirror: MirrorOrder | None = None  # of the memory that workers share, if they share batches
 
 
 class HostedEnd(msgspec.Struct, frozen=True):
@@ -53,9 +57,9 @@ class HostedEnd(msgspec.Struct, frozen=True):
 
 
 class RoleHost:
-    """Starts the process of one role when the launcher asks, and ends it when the node or the driver is lost.
+    """Starts processes when the launcher asks, and ends them when the node or the driver is lost.
 
-    Ray calls its methods on several threads: `run_process` waits while the process runs.
+    Ray calls its methods on several threads: `run_process` waits while its process runs.
     """
 
     def __init__(self, order: bytes, code: bytes) -> None:
@@ -63,7 +67,11 @@ class RoleHost:
         self.archive = code
         self.raylet = os.getppid()  # the process that manages this node, as long as it lives
         self.silent_s = 0.0  # since the driver's last sign of life
-        self.title = "nothing"  # that it hosts so far
+        self.running: dict[
+            tuple[str, int], tuple[int, str]
+        ] = {}  # role and index -> the token and title of the process
+        self.ended: dict[int, HostedEnd] = {}  # by token
+        self.mirror: Mirror | None = None
         self.over = threading.Event()
         self.abandoned = False
         self.zygote: Zygote | None = None
@@ -78,23 +86,38 @@ class RoleHost:
         `contents`: of the files that it inherits. Raises ValueError if this node cannot run it.
         """
         zygote = self._prepared()
-        self.title = title
         placed = decode_job(job)
-        doors = None
+        role = placed.role, placed.index
+        self._end_earlier(role, zygote)
+        doors, shared = None, list[int]()
         if placed.role == "server":
             doors = Doors(host_and_port(_node_host(), 0), "", 1, for_servers_only=True)
-        placed = _for_this_node(placed, doors)
+        elif self.mirror is not None:
+            self.mirror.add(placed.index)
+            shared = self.mirror.memory.fds
+        placed = msgspec.structs.replace(_for_this_node(placed, doors), round_files=len(shared))
         fds = [_memory_file(content) for content in contents]
         try:
             sockets = [] if doors is None else [doors.socks[0].fileno()]
             with self.zygote_lock:
-                token = zygote.spawn(entry, encode_job(placed), title, fds=[*fds, *sockets], threads=threads)
+                given = [*fds, *shared, *sockets]
+                token = zygote.spawn(entry, encode_job(placed), title, fds=given, threads=threads)
+                self.running[role] = token, title
         finally:
             for fd in fds:
                 os.close(fd)
             if doors is not None:
                 doors.close()
-        return msgspec.msgpack.encode(self._end_of(token, zygote))
+        return msgspec.msgpack.encode(self._end_of(role, token, zygote))
+
+    def _end_earlier(self, role: tuple[str, int], zygote: Zygote) -> None:
+        """End an earlier process of a role, which hangs."""
+        with self.zygote_lock:
+            earlier = self.running.get(role)
+            if earlier is not None:
+                zygote.signal(earlier[0], signal.SIGKILL)
+        while self.running.get(role) is not None and not self.over.wait(ENDED_S):
+            pass
 
     def pulse(self, read_from: int) -> tuple[str, bytes]:
         """Take a sign of life of the driver; return this node's ID, and output of the processes from an offset on."""
@@ -107,6 +130,8 @@ class RoleHost:
         with self.zygote_lock:
             if self.zygote is not None:
                 self.zygote.close(grace_s)
+            if self.mirror is not None:
+                self.mirror.close()
             if self.code is not None:
                 self.code.close()
 
@@ -117,6 +142,8 @@ class RoleHost:
                 if differs := software_differences(own_software(), self.order.software, f"node {platform.node()}"):
                     raise ValueError(differs)
                 self.zygote = self._start()
+                if self.order.mirror is not None:
+                    self.mirror = Mirror(self.order.mirror)
             return self.zygote
 
     def _start(self) -> Zygote:
@@ -133,23 +160,34 @@ class RoleHost:
             os.chdir(folders[0])
         return Zygote.start(order.modules, self.output.fileno())
 
-    def _end_of(self, token: int, zygote: Zygote) -> HostedEnd:
+    def _end_of(self, role: tuple[str, int], token: int, zygote: Zygote) -> HostedEnd:
         while True:
             if not self.over.is_set():
                 readable_within(zygote, CHECK_S)
             with self.zygote_lock:
-                events = zygote.events()
-            for event in events:
-                if isinstance(event, SpawnFailed) and event.token is None:
-                    return HostedEnd(None, signal.SIGKILL, event.reason)
-                if isinstance(event, SpawnFailed):
-                    raise ValueError(event.reason)
-                if isinstance(event, Exited) and event.token == token:
-                    return HostedEnd(event.code, event.signal, event.error)
+                self._note(zygote)
+                end = self.ended.pop(token, None)
+                if end is not None:
+                    if self.running.get(role, (-1, ""))[0] == token:
+                        del self.running[role]
+                    if end.code is None and end.signal is None:
+                        raise ValueError(end.error)
+                    return end
             if self.abandoned:
                 time.sleep(ABANDONED_S)  # this process ends: an answer would look as if it could start another one
             elif self.over.is_set() and zygote.fileno() == -1:
                 return HostedEnd(None, signal.SIGKILL, "")
+
+    def _note(self, zygote: Zygote) -> None:
+        """Take note of the processes that have ended."""
+        for event in zygote.events():
+            if isinstance(event, SpawnFailed) and event.token is None:
+                lost = HostedEnd(None, signal.SIGKILL, event.reason)
+                self.ended |= {token: lost for token, _ in self.running.values()}
+            elif isinstance(event, SpawnFailed) and event.token is not None:
+                self.ended[event.token] = HostedEnd(None, None, event.reason)
+            elif isinstance(event, Exited):
+                self.ended[event.token] = HostedEnd(event.code, event.signal, event.error)
 
     def _watch(self) -> None:
         """End everything when this node's Ray or the driver is lost: another node has taken over, or nobody listens.
@@ -168,7 +206,8 @@ class RoleHost:
                 self._abandon(f"the driver of the run is lost: no sign of life for {limit_s:g} s")
 
     def _abandon(self, why: str) -> None:
-        print(f"rainband: {why}, so {self.title} ends.", file=sys.stderr, flush=True)  # into Ray's log of this actor
+        titles = " and ".join(title for _, title in self.running.values()) or "nothing"
+        print(f"rainband: {why}, so {titles} ends.", file=sys.stderr, flush=True)  # into Ray's log of this actor
         self.abandoned = True
         self.stop(0.0)
         os._exit(1)

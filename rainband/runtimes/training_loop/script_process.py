@@ -12,7 +12,8 @@ from types import ModuleType
 from rainband.errors import LoaderProcessLost, PeerLost, RainbandError
 from rainband.plugins import load_strategy
 from rainband.runtimes.config import decode_job
-from rainband.runtimes.processes.worker_link import LINK_BROKEN, WorkerLink
+from rainband.runtimes.processes.entries import LINK_BROKEN
+from rainband.runtimes.processes.worker_link import WorkerLink
 from rainband.runtimes.training_loop import loop as custom_loop  # noqa: F401  imported in the zygote, for all scripts at once
 from rainband.runtimes.training_loop.script_random import seed_equally
 from rainband.runtimes.training_loop.split import loop as split_loop  # noqa: F401
