@@ -48,6 +48,10 @@ class Machines:
     def address(self, index: int) -> str:
         return f"{NETWORK}{index + 1}"
 
+    def give(self, index: int, host: str) -> None:
+        """Give a machine another address, of IPv6."""
+        _ip(self.names[index], "addr", "add", f"{host}/64", "dev", self.card(index), "nodad")
+
     def card(self, index: int) -> str:
         """Return the name of a machine's network card."""
         return "eth0" if index else "bridge"

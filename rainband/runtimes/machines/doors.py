@@ -6,7 +6,7 @@ import socket
 
 from rainband.options import OptionError, opt
 from rainband.runtimes.config import Door
-from rainband.runtimes.machines.addresses import HostPort, parse_address, reachable_host
+from rainband.runtimes.machines.addresses import MAX_PORT, HostPort, parse_address, reachable_host
 from rainband.transports.connect import is_loopback, listen_tcp
 from rainband.transports.tls.certificate import Certificate, new_certificate
 
@@ -20,8 +20,14 @@ class Doors:
         first = 0 if for_servers_only else 1
         self.socks: list[socket.socket] = []
         try:
+            last = address.port and address.port + num_servers + first - 1
+            if last > MAX_PORT:
+                raise OptionError(
+                    f"{opt('listen', listen)}: the servers ({num_servers}) use the next ports, and {MAX_PORT} is the "
+                    f"last there is: use a port up to {address.port - (last - MAX_PORT)}."
+                )
             for number in range(num_servers + first):
-                self.socks.append(listen_tcp(address.host, address.port and address.port + number))
+                self.socks.append(self._listen(address, number, first))
             loopback = is_loopback(self.socks[0])
             self.certificate: Certificate | None = None if loopback else new_certificate()
             shown = HostPort("", 0)
@@ -35,6 +41,15 @@ class Doors:
             ) from None
         shift = shown.port - address.port if shown.port and address.port else 0  # a router may forward other ports
         self.ports = [sock.getsockname()[1] + shift for sock in self.socks]
+
+    def _listen(self, address: HostPort, number: int, first: int) -> socket.socket:
+        try:
+            return listen_tcp(address.host, address.port and address.port + number)
+        except ValueError as error:
+            if number < first:
+                raise
+            last = f"{address.port + first} and up" if address.port else "of their own"
+            raise ValueError(f"{error} The servers use the ports {last}.") from None
 
     @property
     def fingerprint(self) -> bytes:

@@ -42,6 +42,7 @@ from rainband.runtimes.config import Job, RunConfig, encode_job
 from rainband.runtimes.configure import check_task
 from rainband.runtimes.machines.doors import Doors
 from rainband.runtimes.machines.invitation import Invitation
+from rainband.runtimes.machines.reach import why_not
 from rainband.runtimes.machines.software import own_software
 from rainband.runtimes.processes.entries import (
     ENTRIES,
@@ -69,7 +70,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = (
 )  # before connections are made again; doubled each time, times a random factor
 GIVE_UP_S = 300.0  # without a connection to the coordinator
 REFUSED_S = 20.0  # the same, while its machine answers that nobody listens there
-TRY_S = 5.0  # for one attempt to connect
+FIRST_TRY_S = 30.0  # for the first connection: the run's machine may be busy
+TRY_S = 5.0  # for one attempt to connect again
 TICK_S = 0.5
 GRACE_S = 1.0
 MAX_BODY_BYTES = 1 << 20
@@ -141,7 +143,7 @@ class Joiner:
         try:
             self.hub.watch(self.zygote.fileno(), self._children)
             with self._signals():
-                self._connect(patience_s=GIVE_UP_S)
+                self._connect_first()
                 while self._goes_on():
                     if self.relay is not None:
                         self.relay.sleep()
@@ -178,6 +180,15 @@ class Joiner:
         return int(self.failed)
 
     # ---- the connection to the coordinator --------------------------------------------------------------------------
+
+    def _connect_first(self) -> None:
+        """Connect; raise what is in the way, and what to do, if the run cannot be reached."""
+        try:
+            self._connect(FIRST_TRY_S)
+        except RainbandError as error:
+            found = "" if is_here(self.invitation.address) else why_not(self.invitation)
+            where = f"{self.name} cannot join the run {self.invitation.run}"
+            raise HandshakeFailed(f"{where}: {found or error}") from None
 
     def _connect(self, patience_s: float) -> None:
         """Connect and introduce this machine; raise the reason if that fails."""

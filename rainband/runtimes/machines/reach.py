@@ -38,6 +38,17 @@ def reach(to: str) -> Iterator[Reached]:
     """Check each step on the way to a run, given HOST:PORT or the file of an invitation; end at the first failure."""
     invitation = read_invitation(to) if Path(to).is_file() else None
     host, port = (invitation.host, invitation.port) if invitation else parse_address("to", to)
+    yield from steps(host, port, invitation)
+
+
+def why_not(invitation: Invitation) -> str:
+    """Return what is in the way to a run, and what to do; "" if nothing is."""
+    last = list(steps(invitation.host, invitation.port, invitation))[-1]
+    return "" if last.is_good else f"{last.found}: {last.advice.rstrip('.')}."
+
+
+def steps(host: str, port: int, invitation: Invitation | None = None) -> Iterator[Reached]:
+    """Check each step on the way; end at the first failure."""
     where = host_and_port(host, port)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

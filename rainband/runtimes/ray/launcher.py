@@ -146,10 +146,10 @@ class RayLauncher(Launcher):
         self._start(self.address, "worker", rank, self.config.threads, life)
 
     def emit(self, event: events.AnyEvent) -> None:
-        if isinstance(event, events.Warned) and event.text == NOBODY_LEFT:
-            if any(self._may_return(Peer("worker", rank, life)) for rank, life in self.incarnations.items()):
-                return  # nobody need do anything
-        super().emit(event)
+        is_alone = isinstance(event, events.Warned) and event.text == NOBODY_LEFT
+        returns = any(self._may_return(Peer("worker", rank, life)) for rank, life in self.incarnations.items())
+        if not (is_alone and returns):  # otherwise nobody need do anything
+            super().emit(event)
 
     def _exclude(self, worker: Peer) -> None:
         if self.incarnations.get(worker.index) == worker.incarnation:  # otherwise, the next one is there
