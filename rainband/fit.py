@@ -304,10 +304,12 @@ def _fitted(task: Task | str, config: RunConfig, result: RunResult, notes: _Note
     from rainband.protocol.accounting import BatchAccounting, Staleness
 
     directory = Path(config.directory)
+    if not result.accounting:
+        raise RainbandError(f"the run was stopped before it had begun ({result.reason or result.outcome}).")
     with torch.random.fork_rng(devices=[]):
         module = _task(task, config).model()
     saved = directory / "model.safetensors"
-    if saved.exists():  # a run that was interrupted before it began has none
+    if saved.exists():  # a run that was interrupted at its beginning has none
         safetensors.torch.load_model(module, str(saved))
     return FitResult(
         module=module.eval(),

@@ -122,8 +122,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     round_files: int = 0  # number of files for rounds of split batches, which are the last inherited ones
 
 
+# Made here, and not by the first use: msgspec crashes if two threads are the first ones to decode a type.
+_job_decoder = msgspec.msgpack.Decoder(Job)
+
+
 def decode_job(data: bytes) -> Job:
-    return msgspec.msgpack.decode(data, type=Job)
+    return _job_decoder.decode(data)
 
 
 def encode_job(job: Job) -> bytes:

@@ -14,14 +14,20 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from rainband.bench.baselines.data_parallel import TrainOrder
+from rainband.bench.cases.sim import STEPS, measured
 from rainband.bench.harness.machines import Machines, NoMachines
 from rainband.bench.harness.rows import Effort, Row, at_least, at_most
+from rainband.record.calibrate import calibrate
+from rainband.runtimes.config import RunConfig, SimSettings
+from rainband.runtimes.simulation import run as sim
+from rainband.runtimes.simulation.models.cluster_model import NETWORKS, to_toml
 
 SIZE = "5.8M"
 MACHINES = 3
@@ -29,6 +35,7 @@ PORT = 7070
 MAIN = "from rainband.cli.main import main; main()"
 DDP = "import sys; from rainband.bench.baselines import data_parallel as d; d.train_main(sys.stdin.buffer.read(), [1])"
 LIMIT_S = 120.0
+PREDICTED_EPOCHS = 10
 GBIT_BYTES = 125e6
 
 
@@ -60,9 +67,39 @@ def _gigabit(machines: Machines, seconds: float) -> Iterator[Row]:
     yield at_least("downpour, 1 Gbit", downpour.sent_per_s / GBIT_BYTES, 0.85, "the link of the servers' machine")
     yield at_least("downpour, 1 Gbit", downpour.samples_per_s / ddp, 1.0, "DDP/gloo")
     yield at_most("from rainband join to the first work", downpour.joined_s, 3.0, "", "s")
+    yield from _prediction(machines, seconds)
     shared = _train(machines, seconds, ["sync", f"--batch-size={64 * MACHINES}"], servers=0)
     yield Row(f"sync, {MACHINES} machines, {SIZE}, 1 Gbit, TLS", shared.samples_per_s, "samples/s")
     yield at_least("sync, 1 Gbit", shared.samples_per_s / ddp, 1.0, "DDP/gloo at the same batch")
+
+
+def _prediction(machines: Machines, seconds: float) -> Iterator[Row]:
+    """Compare the simulation with a run: a server on the first machine, and a worker on each of the others.
+
+    The simulation is given the numbers of the link, and the costs of computing that `rainband calibrate` measures.
+    """
+    real = _train(machines, seconds, ["downpour"], servers=1, workers=0).samples_per_s
+    with tempfile.TemporaryDirectory() as folder:
+        config = RunConfig(
+            task="mlp",
+            task_settings={"parameters": SIZE},
+            strategy="downpour",
+            num_workers=MACHINES - 1,
+            num_servers=1,
+            directory=folder,
+        )
+        costs = calibrate(config, steps=STEPS[SIZE])
+        file = Path(folder, "model.toml")
+        nodes = replace(costs.nodes, shared_memory=False)
+        file.write_text(to_toml(replace(costs, network=NETWORKS["1gbit"], nodes=nodes)), encoding="utf-8")
+        virtual = msgspec.structs.replace(
+            config, epochs=PREDICTED_EPOCHS, sim=SimSettings(model=str(file), time_only=True)
+        )
+        predicted = measured(virtual, sim.run).rate
+    name = f"downpour, a server and {MACHINES - 1} workers, {SIZE}, 1 Gbit"
+    yield Row(f"{name}: measured", real, "samples/s")
+    yield Row(f"{name}: predicted", predicted, "samples/s")
+    yield at_most(f"{name}: relative error", abs(predicted / real - 1), 0.2, "the real run", unit="")
 
 
 def _ddp(machines: Machines, seconds: float) -> float:
@@ -94,23 +131,34 @@ class Trained(msgspec.Struct, frozen=True):
     joined_s: float  # from starting the command until its worker begins to train
 
 
-def _train(machines: Machines, seconds: float, words: Sequence[str], servers: int) -> Trained:
-    """Train with a worker on each machine."""
+def _train(machines: Machines, seconds: float, words: Sequence[str], servers: int, workers: int = 1) -> Trained:
+    """Train with a worker on each machine; `workers`: on the first one."""
     with tempfile.TemporaryDirectory() as root:
         listen = f"{machines.address(0)}:{PORT}"
-        options = ["--workers", "1", "--listen", listen, "--epochs", "100000", "--eval-every", "0", "--runs", root]
+        options = [
+            "--workers",
+            str(workers),
+            "--listen",
+            listen,
+            "--epochs",
+            "100000",
+            "--eval-every",
+            "0",
+            "--runs",
+            root,
+        ]
         options += ["--servers", str(servers)] if servers else []
         strategy, *rest = words
         with _running(machines, 0, ["train", "mlp", strategy, f"task.parameters={SIZE}", *rest, *options]):
             invitation = _await(lambda: next(iter(Path(root).glob("*/invite.txt")), None), "the invitation")
             events = invitation.parent / "events.jsonl"
-            _await(lambda: _number(events, "FirstStep") or None, "the first step")
+            _await(lambda: _number(events, "FirstStep" if workers else "Listening") or None, "the first step")
             started = time.perf_counter()
             with _running(machines, 1, ["join", str(invitation), "--workers", "1"]):
-                _await(lambda: _number(events, "Linked") > 1 or None, "the second machine")
+                _await(lambda: _number(events, "Linked") > workers or None, "the second machine")
                 joined_s = time.perf_counter() - started
                 with _running(machines, 2, ["join", str(invitation), "--workers", "1"]):
-                    _await(lambda: _number(events, "Linked") > 2 or None, "the third machine")
+                    _await(lambda: _number(events, "Linked") > workers + 1 or None, "the third machine")
                     time.sleep(2.0)
                     before, sent, at = _samples(events), machines.bytes_sent(0), time.perf_counter()
                     time.sleep(seconds)

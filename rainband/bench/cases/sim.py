@@ -54,7 +54,7 @@ def _compare(size: str, strategy: str, num_workers: int, repeats: int) -> list[R
         config = _config(size, strategy, num_workers, Path(folder, "calibrating"))
         before = calibrate(config, steps=STEPS[size])
         for number in range(repeats):
-            real.append(_measured(_config(size, strategy, num_workers, Path(folder, f"real-{number}")), local.run))
+            real.append(measured(_config(size, strategy, num_workers, Path(folder, f"real-{number}")), local.run))
             after = calibrate(config, steps=STEPS[size])
             file = Path(folder, f"model-{number}.toml")
             file.write_text(to_toml(_between(before, after)), encoding="utf-8")
@@ -63,7 +63,7 @@ def _compare(size: str, strategy: str, num_workers: int, repeats: int) -> list[R
                 _config(size, strategy, num_workers, Path(folder, f"sim-{number}")),
                 sim=SimSettings(model=str(file), time_only=True),
             )
-            predicted.append(_measured(virtual, sim.run))
+            predicted.append(measured(virtual, sim.run))
     name = f"{strategy}, {num_workers} workers, {size}"
     of_rate = median([abs(p.rate / r.rate - 1) for p, r in zip(predicted, real, strict=True)])
     of_wait = median([abs(p.waited - r.waited) for p, r in zip(predicted, real, strict=True)])
@@ -112,7 +112,7 @@ class SimMeasurement(NamedTuple):
     waited: float  # the fraction of that time
 
 
-def _measured(config: RunConfig, runtime: Runtime) -> SimMeasurement:
+def measured(config: RunConfig, runtime: Runtime) -> SimMeasurement:
     reports: list[events.Progress] = []
 
     def view(event: events.AnyEvent) -> None:

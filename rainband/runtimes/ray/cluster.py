@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import logging
 import math
@@ -10,7 +11,8 @@ import re
 import secrets
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +26,7 @@ LOCAL = "local"
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 TOKEN_FILE = Path.home() / ".ray" / "auth_token"
 ANSWER_WITHIN_S = 0.5
+SHUTDOWN_WITHIN_S = 10.0
 
 Resources = Mapping[str, float]  # such as {"CPU": 1, "GPU": 0.5}
 
@@ -79,7 +82,16 @@ def connected(address: str, needed_cpus: float) -> Iterator[RayConnection]:
     try:
         yield RayConnection(ray, is_open=os.environ.get(MODE) != "token")
     finally:
-        ray.shutdown()
+        if not within(SHUTDOWN_WITHIN_S, ray.shutdown):
+            atexit.unregister(ray.shutdown)  # it would wait once more
+
+
+def within(seconds: float, call: Callable[[], object]) -> bool:
+    """Make a call that may wait for a lost cluster; return False if it still waits, on a thread of its own."""
+    thread = threading.Thread(target=call, name="end a part of Ray", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
 
 
 def _connect(ray: Any, address: str, needed_cpus: float) -> None:

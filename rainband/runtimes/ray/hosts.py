@@ -18,8 +18,16 @@ import msgspec
 
 from rainband.runtimes.config import decode_job
 from rainband.runtimes.processes.zygote import Event, Exited, SpawnFailed
-from rainband.runtimes.ray.cluster import Resources, actor_options, answers, first_line, groups_of_workers, times
-from rainband.runtimes.ray.role_host import HostedEnd, HostOrder, RoleHost
+from rainband.runtimes.ray.cluster import (
+    Resources,
+    actor_options,
+    answers,
+    first_line,
+    groups_of_workers,
+    times,
+    within,
+)
+from rainband.runtimes.ray.role_host import HostOrder, RoleHost, end_decoder
 
 STOPPED_WITHIN_S = 2.0  # beyond the grace period
 # At one time: each process has a call that waits for its end, and perhaps one that replaces it.
@@ -165,8 +173,8 @@ class ActorStarter:
             kills = [self._kill(host) for host in hosts]
             for kill in kills:
                 kill.join(STOPPED_WITHIN_S)
-            if self.group is not None:
-                remove_placement_group(self.group)
+            if self.group is not None:  # this waits for the head of the cluster, which may be lost
+                within(STOPPED_WITHIN_S, partial(remove_placement_group, self.group))
             self.contents.clear()
             self.reader.close()
             with self.lock:
@@ -252,7 +260,7 @@ class ActorStarter:
     def _has_ended(self, role: Role, token: int, host: Host, future: Any) -> None:
         error = future.exception()
         if error is None:
-            end = msgspec.msgpack.decode(future.result(), type=HostedEnd)
+            end = end_decoder.decode(future.result())
             event: Event = Exited(token, 0, end.code, end.signal, end.error)
         elif isinstance(error, self.ray.exceptions.RayActorError) and not error.actor_init_failed:
             host.is_dead = True

@@ -56,6 +56,9 @@ class HostedEnd(msgspec.Struct, frozen=True):
     error: str
 
 
+end_decoder = msgspec.msgpack.Decoder(HostedEnd)  # made before several threads use it
+
+
 class RoleHost:
     """Starts processes when the launcher asks, and ends them when the node or the driver is lost.
 
