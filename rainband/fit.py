@@ -301,6 +301,7 @@ def _fitted(task: Task | str, config: RunConfig, result: RunResult, notes: _Note
     import safetensors.torch
     import torch
 
+    from rainband.errors import RainbandError
     from rainband.protocol.accounting import BatchAccounting, Staleness
 
     directory = Path(config.directory)
