@@ -82,6 +82,7 @@ def ray_cluster() -> Iterator[RayCluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "token")  # before Ray is imported
         patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        patch.setenv("RAY_worker_niceness", "0")  # otherwise other programs of a busy machine starve the actors
         patch.delenv("RAY_ADDRESS", raising=False)
         pytest.importorskip("ray", reason="Ray is not installed: pip install 'rainband[ray]'")
         from ray._raylet import Config

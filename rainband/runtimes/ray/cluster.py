@@ -24,6 +24,7 @@ OLDEST = (2, 54)  # of Ray, because strangers could delete through the dashboard
 INSTALL = "pip install 'rainband[ray]'"
 LOCAL = "local"
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+NICENESS = "RAY_worker_niceness"
 TOKEN_FILE = Path.home() / ".ray" / "auth_token"
 ANSWER_WITHIN_S = 0.5
 SHUTDOWN_WITHIN_S = 10.0
@@ -96,6 +97,8 @@ def within(seconds: float, call: Callable[[], object]) -> bool:
 
 def _connect(ray: Any, address: str, needed_cpus: float) -> None:
     had_token = TOKEN_FILE.exists()
+    if address == LOCAL:  # as processes of a run without Ray; by default Ray gives way to all other programs
+        os.environ.setdefault(NICENESS, "0")
     of_local = {"num_cpus": max(usable_cores(), math.ceil(needed_cpus)), "include_dashboard": False}
     try:
         ray.init(
