@@ -135,9 +135,17 @@ class TrainingOptions(TypedDict, total=False):
         Option(
             "Evaluate every SECONDS on one worker; 0: only at the end. With --runtime sim, virtual seconds.",
             "SECONDS",
-            "10",
+            "10; 1 with --target",
             min=0,
             flag="--eval-every",
+        ),
+    ]
+    target: Annotated[
+        str | None,
+        Option(
+            "End when a metric is at least (loss, error, perplexity: at most) this, such as accuracy=0.95.",
+            "METRIC=VALUE",
+            "all epochs",
         ),
     ]
     from_weights: Annotated[

@@ -119,7 +119,7 @@ class Coordinator:
             return []  # not a worker of this run, or an earlier incarnation of one
         match message:
             case Heartbeat():
-                return self.liveness.heartbeat(worker, message, now)
+                return self.liveness.heartbeat(worker, message, now) + self._look_at_target(message, now)
             case LeaseRequest():
                 self.liveness.mark_active(worker, now)
                 if self.full_batch is not None:
@@ -151,6 +151,17 @@ class Coordinator:
             case StopRequest():
                 return self.shutdown.stop("stopped", message.reason)
         return []
+
+    def _look_at_target(self, heartbeat: Heartbeat, now: float) -> list[CoordinatorOutput]:
+        """End the run if a worker has measured its target."""
+        target, state = self.state.settings.target, self.state
+        if target is None or state.phase is not Phase.RUNNING or not target.is_reached(heartbeat.metrics):
+            return []
+        value = heartbeat.metrics[target.metric]
+        computed = sum(worker.heartbeat.samples for worker in state.workers.values())  # reports of servers come later
+        samples = max(self.reporting.samples_done(), computed)
+        state.events.append(events.TargetReached(at_s=now, metric=target.metric, value=value, samples=samples))
+        return self.shutdown.stop("finished", f"{target.metric} {value:.4g} reaches the target, {target}")
 
     def _reported(self, sender: Peer, report: Report, now: float) -> list[CoordinatorOutput]:
         """Take the accepted batches and the measurements of a server."""

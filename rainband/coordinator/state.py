@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
@@ -26,6 +27,26 @@ class CoordinatorOutput(NamedTuple):
     body: bytes | None = None
 
 
+class Target(msgspec.Struct, frozen=True):
+    """The value of a metric at which a run ends."""
+
+    metric: str
+    value: float
+
+    @property
+    def is_upper(self) -> bool:
+        """Return True if smaller values are better."""
+        return any(word in self.metric.lower() for word in ("loss", "error", "perplexity"))
+
+    def is_reached(self, metrics: Mapping[str, float]) -> bool:
+        """Return True if the last measured metrics reach it; NaN reaches nothing."""
+        measured = metrics.get(self.metric, math.nan)
+        return measured <= self.value if self.is_upper else measured >= self.value
+
+    def __str__(self) -> str:
+        return f"{self.metric} of at {'most' if self.is_upper else 'least'} {self.value:g}"
+
+
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The options of a run that the coordinator must know."""
 
@@ -41,6 +62,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     joinable: bool = False  # more workers may join from other machines
     checkpoint_every_s: float = 0.0  # 0: no checkpoints
     restore: Restore | None = None  # the checkpoint from which the run continues
+    target: Target | None = None  # at which the run ends
     min_workers: int = 0  # workers that must have joined before the run begins
     bounded_events: bool = True  # per second; a simulation, whose seconds are virtual, bounds their number itself
 

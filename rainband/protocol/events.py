@@ -23,6 +23,7 @@ class RunStarted(Event, frozen=True):
     num_workers: int
     num_servers: int
     version: str
+    target: str = ""  # METRIC=VALUE at which the run ends
     shares_batches: bool = False  # workers share each batch, and go on without a lost one
     started_at: str = ""  # UTC, such as 2026-11-16T09:30:00+00:00; "" in a simulation
     clock_s: float = 0.0  # the monotonic clock of this machine at `at_s` 0: spans are in seconds of that clock
@@ -263,6 +264,14 @@ class Restored(Event, frozen=True):
     samples: int  # of these batches
 
 
+class TargetReached(Event, frozen=True):
+    """A worker has measured the metric at which the run ends."""
+
+    metric: str
+    value: float
+    samples: int  # that were processed until then
+
+
 class Warned(Event, frozen=True):
     """Something went wrong that does not end the run."""
 
@@ -307,6 +316,7 @@ AnyEvent = (
     | UserError
     | CheckpointWritten
     | Restored
+    | TargetReached
     | Warned
     | RunEnded
 )

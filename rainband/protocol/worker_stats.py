@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from rainband.protocol.messages import Heartbeat, SampleAccount
@@ -38,6 +38,10 @@ class Stats:
         if self.held_by is not None:
             self.waited_for[self.held_by] += seconds
             self.held_by = None
+
+    def measured(self, metrics: Mapping[str, float]) -> None:
+        """Add metrics to those that heartbeats report."""
+        self.metrics = {**self.metrics, **{name: float(value) for name, value in metrics.items()}}
 
     def heartbeat(self) -> Heartbeat:
         """Return the numbers so far; the loss is that of the time since the last heartbeat."""

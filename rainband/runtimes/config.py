@@ -58,6 +58,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     transport: str = "auto"
     eval_every_s: float = 10.0  # seconds between evaluations on one worker; 0: only at the end
+    target: str = ""  # METRIC=VALUE at which the run ends; none: all data is processed
     failure_timeout_s: float = 5.0
     stuck_timeout_s: float = 600.0  # how long these workers wait for one that sends heartbeats
     threads: int = 1  # torch threads of each worker

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 import os
 from collections.abc import Callable, Mapping
 from numbers import Integral, Real
@@ -50,12 +51,13 @@ if TYPE_CHECKING:
     from rainband.tasks.task import Task
 
 WORKERS, SERVERS = 4, 2  # unless the options say otherwise
+EVAL_EVERY_S = 1.0  # with a target
 MOST_PER_CORE = 32  # processes; more would only wait for each other
 
 # Options that are fields of RunConfig or of SimSettings, under these names.
 PLAIN_FIELDS = (
     *("threads", "transport", "failure_timeout_s", "epochs", "batch_size", "seed", "eval_every_s", "runtime"),
-    *("record", "timeline", "parts", "stuck_timeout_s"),
+    *("record", "timeline", "parts", "stuck_timeout_s", "target"),
 )
 SIM_FIELDS = {"network": "model", "time_only": "time_only", "steps": "steps", "compute": "compute"}
 OPTION_TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
@@ -228,9 +230,32 @@ def resolve(
     check_ray({**options, "workers": workers}, name, requires)
     _check_simulation(options, name, requires, size)
     _check_record(options, name, requires, size)
+    if options.get("target"):
+        options = _check_target(options, name, requires, size)
     if options.get("runtime", "processes") == "processes":
         _check_cores(workers=workers, servers=servers)
     return {**options, "workers": workers, "servers": servers}
+
+
+def _check_target(options: RunOptions, name: str, requires: Requirements, size: int) -> RunOptions:
+    """Return the options with the usual time between evaluations; raise if nothing would be evaluated."""
+    metric, _, value = (options.get("target") or "").partition("=")
+    try:
+        is_number = math.isfinite(float(value))
+    except ValueError:
+        is_number = False
+    if not metric.strip() or not is_number:
+        raise OptionError(f"{opt('target', options.get('target'))}: type a metric and a number, such as accuracy=0.95.")
+    if requires.stages is not None:
+        raise OptionError(f"{name} evaluates only at its end, with an empty pipeline: omit {opt('target')}.")
+    if size > 1 and options.get("runtime") == "sim":
+        raise OptionError(f"a simulated model in stages is evaluated only at the end: omit {opt('target')}.")
+    if options.get("time_only"):
+        raise OptionError(f"{opt('target')}: with {opt('time_only', True)}, nothing is evaluated, so omit it.")
+    every_s = options.get("eval_every_s", EVAL_EVERY_S)
+    if not every_s:
+        raise OptionError(f"{opt('target')} requires evaluations: omit {opt('eval_every_s', 0)}.")
+    return {**options, "eval_every_s": every_s}
 
 
 def _check_optimizer(name: str, strategy: Strategy, num_replicas: int) -> None:

@@ -42,7 +42,7 @@ def judged(outcome: str, reason: str, accounting: BatchAccounting | None, config
         return RunVerdict(
             "failed", f"the model has not changed: every batch was skipped ({reasons}).{_hint(accounting)}"
         )
-    if accounting.not_processed and not config.script:  # a custom training loop may end early
+    if accounting.not_processed and not config.script and not reason:  # custom loops, and targets, may end early
         done = accounting.batches - accounting.not_processed
         return RunVerdict(
             "failed",

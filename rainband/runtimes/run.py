@@ -13,6 +13,7 @@ import safetensors
 
 from rainband import __version__
 from rainband.coordinator.coordinator import Coordinator, RunSettings
+from rainband.coordinator.state import Target
 from rainband.protocol import events
 from rainband.protocol.saved_state import Restore
 from rainband.runtimes.checkpoints.place import restore_of
@@ -105,6 +106,7 @@ class Run:
                 num_workers=config.num_workers,
                 num_servers=config.num_servers,
                 version=__version__,
+                target=config.target,
                 shares_batches=self.shares_batches,
                 started_at=started_at,
                 clock_s=clock_s,
@@ -196,6 +198,12 @@ class Run:
         )
 
 
+def target_of(config: RunConfig) -> Target | None:
+    """Return the target that was typed as METRIC=VALUE."""
+    name, _, value = config.target.partition("=")
+    return Target(name, float(value)) if config.target else None
+
+
 def settings_of(config: RunConfig, model_path: str, restore: Restore | None = None) -> RunSettings:
     """Return the settings of the coordinator."""
     return RunSettings(
@@ -211,5 +219,6 @@ def settings_of(config: RunConfig, model_path: str, restore: Restore | None = No
         min_workers=config.min_workers,
         checkpoint_every_s=config.checkpoint_every_s,
         restore=restore,
+        target=target_of(config),
         workers_per_replica=config.stage_plan.size if config.stage_plan else 1,
     )

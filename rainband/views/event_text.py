@@ -48,6 +48,8 @@ def lasting_lines(event: AnyEvent, so_far: RunSoFar, verbose: bool = False) -> l
             return [f"continuing from {event.place}, with {event.step:,} batches done"]
         case events.CheckpointWritten() if verbose:
             return [f"checkpoint {event.name}: {size(event.num_bytes)} in {event.seconds:.1f} s"]
+        case events.TargetReached():
+            return [f"{event.metric} {short(event.value)}: the target is reached"]
         case events.Warned():
             return [f"warning: {event.text}"]
     return _details(event) if verbose else []

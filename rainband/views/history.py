@@ -61,6 +61,7 @@ class RunSoFar:
     every: int = 1  # of the Progress events before the last ones, this fraction is kept: 1 / every
     last_iteration: events.IterationDone | None = None  # of a full-batch strategy
     restored_samples: int = 0  # of the checkpoint from which the run continues
+    target: events.TargetReached | None = None
     error: events.UserError | None = None
     ended: events.RunEnded | None = None
 
@@ -108,6 +109,8 @@ class RunSoFar:
                     self._thin_progress(self.most_progress)
             case events.IterationDone():
                 self.last_iteration = event
+            case events.TargetReached():
+                self.target = event
             case events.UserError():
                 self.error = self.error or event
             case events.RunEnded():

@@ -35,6 +35,7 @@ def summary(so_far: RunSoFar, directory: Path) -> list[str]:
     model = directory / "model.safetensors"
     rows = [
         ("reason", "" if so_far.error or ended.outcome == "finished" else ended.reason),
+        ("target", target(so_far)),
         ("result", results(ended.metrics)),
         *_rows(*_accounts(so_far, ended.accounting)),
         ("staleness", staleness(ended.staleness, bound(so_far))),
@@ -51,6 +52,19 @@ def summary(so_far: RunSoFar, directory: Path) -> list[str]:
         *lines,
         *warnings(so_far),
     ]
+
+
+def target(so_far: RunSoFar) -> str:
+    """Return the time to the target, or that it was not reached; empty if there is none."""
+    typed = so_far.started.target if so_far.started is not None else ""
+    if not typed:
+        return ""
+    if so_far.target is None:
+        return f"{typed} was not reached"
+    reached = so_far.target
+    after_s = reached.at_s - (so_far.training.began_s or 0.0)
+    value = f"{reached.metric} {short(reached.value)} (target {typed.partition('=')[2]})"
+    return f"{value} after {duration(after_s)} of training and {count(reached.samples, 'sample')}"
 
 
 def _rows(title: str, lines: list[str]) -> list[tuple[str, str]]:

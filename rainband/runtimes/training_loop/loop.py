@@ -322,9 +322,14 @@ class TrainingLoop(OfSharedBatches):
             self.coroutine.end_round()
             self._await_round(batches)
 
-    def log(self, *, loss: float | Tensor) -> None:
-        """Report the loss of the current batches for progress views. Training does not depend on it."""
+    def log(self, *, loss: float | Tensor | None = None, **metrics: float) -> None:
+        """Report the loss of the current batches, or metrics, for progress views; --target ends the run at a metric."""
         stats, plan, batch = self.client.stats, self.client.plan, self.drawn.last
+        if metrics:
+            stats.measured(metrics)
+            self.member.tell(stats.heartbeat())
+        if loss is None:
+            return
         samples = plan.samples_in(batch.portion, batch.k) if self.planned and batch is not None else 1
         stats.loss_sum += (loss.item() if isinstance(loss, Tensor) else float(loss)) * samples
         stats.loss_samples += samples

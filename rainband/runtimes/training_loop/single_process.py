@@ -125,8 +125,8 @@ class SingleProcessLoop:
     def skip(self, reason: str = "") -> None:
         """Do nothing: batches are not counted."""
 
-    def log(self, *, loss: object) -> None:
-        """Do nothing: losses are not shown."""
+    def log(self, *, loss: object = None, **metrics: object) -> None:
+        """Do nothing: losses and metrics are not shown."""
 
     @contextmanager
     def paused(self) -> Iterator[None]:

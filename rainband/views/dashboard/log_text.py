@@ -50,6 +50,8 @@ def one_line(event: AnyEvent) -> str:
             return f"{event.name}: {size(event.num_bytes)} in {event.seconds:.1f} s"
         case events.Restored():
             return f"continues from {event.place}, with {count(event.step, 'batch')} done"
+        case events.TargetReached():
+            return f"{event.metric} {event.value:.4g}: the target is reached"
         case events.Warned():
             return event.text
         case events.ProcessOutput():

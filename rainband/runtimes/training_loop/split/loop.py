@@ -215,9 +215,13 @@ class SplitLoop:
             self.session.pause()
         yield
 
-    def log(self, *, loss: float | Tensor) -> None:
-        """Report the loss of the current batch for progress views. Training does not depend on it."""
+    def log(self, *, loss: float | Tensor | None = None, **metrics: float) -> None:
+        """Report the loss of the current batch, or metrics, for progress views; --target ends the run at a metric."""
         part = self.gradients.part
+        if self.session is not None and metrics:
+            self.session.report(metrics)
+        if loss is None:
+            return
         if self.session is not None and part is not None and part.weight:
             self.session.log(loss.item() if isinstance(loss, Tensor) else float(loss), part.weight)
 

@@ -6,7 +6,7 @@ Its lifecycle is that of all workers; the user's loop takes the place of the str
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -163,6 +163,11 @@ class LoopSession:
     def log(self, loss: float, samples: int) -> None:
         self.stats.loss_sum += loss * samples
         self.stats.loss_samples += samples
+
+    def report(self, metrics: Mapping[str, float]) -> None:
+        """Report what the loop has measured."""
+        self.stats.measured(metrics)
+        self.link.tell(self.stats.heartbeat())
 
     def _account(self, view: RoundView) -> SampleAccount:
         if not self.counts_samples:
