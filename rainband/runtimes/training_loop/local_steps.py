@@ -209,10 +209,11 @@ class LocalStepsLoop(TrainingLoop):
         gradient.loss, self.logged = self.logged or 0.0, None
         return gradient
 
-    def log(self, *, loss: float | Tensor) -> None:
-        """Report the loss of the current batch: for progress views, and for a strategy that follows it."""
-        super().log(loss=loss)
-        self.logged = loss.item() if isinstance(loss, Tensor) else float(loss)
+    def log(self, *, loss: float | Tensor | None = None, **metrics: float) -> None:
+        """Report the loss of the current batch, or metrics: for progress views, and a strategy that follows the loss."""
+        super().log(loss=loss, **metrics)
+        if loss is not None:
+            self.logged = loss.item() if isinstance(loss, Tensor) else float(loss)
 
     def _skip(self, batches: tuple[Batch, ...], reason: str) -> None:
         worker, plan = self.coroutine.worker, self.client.plan
