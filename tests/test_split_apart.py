@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
 from tests.split_group import Group, run_group
-from tests.test_split_batches import DATA, HABITS, Join, Script, net, train
+from tests.test_split_batches import DATA, HABITS, Join, Script, backward, net, train
 from tests.test_split_workers import equal_models
 
 Decision = Callable[[Any, int, Tensor], bool]  # of the run, the epoch and the loss
@@ -163,6 +163,18 @@ def test_a_number_that_follows_from_autograd_grad_is_warned_of(capsys: pytest.Ca
     assert "take run.mean(number)" in told
     run_group(of_autograd("norm"), 1)
     assert "autograd" not in capsys.readouterr().err
+
+
+def test_a_loop_outside_the_block_is_refused() -> None:
+    def script(join: Join) -> nn.Module:
+        model = net()
+        run = join(model, SGD(model.parameters(), lr=0.1))
+        for batch in run.batches(DATA, batch_size=4):
+            backward(model, batch)
+        return model
+
+    with pytest.raises(ValueError, match="with rainband.join.model, optimizer. as run"):
+        run_group(script, 1)
 
 
 def test_a_backward_before_the_loop_is_no_loader_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:

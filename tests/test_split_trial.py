@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
 from rainband.rounds.exchange import Part
-from rainband.runtimes.training_loop.split.trial import LoopTrial, is_doubled, speed_sentence
+from rainband.runtimes.training_loop.split.trial import LoopTrial, kind_of, speed_sentence
 from tests.split_group import Group, run_group
 from tests.test_split_batches import DATA, HABITS, Join, Plain, net, train
 from tests.test_split_workers import equal_models
@@ -81,15 +81,71 @@ def test_gradients_of_a_sum_are_added(
 
 def test_the_gradient_of_a_sum_doubles_and_that_of_noise_does_not() -> None:
     torch.manual_seed(0)
-    gradient, noise = torch.randn(2, 200).double()
-    assert is_doubled([(2 * gradient, gradient)])
-    assert is_doubled([(2 * gradient + 0.3 * noise, gradient)])
-    assert not is_doubled([(gradient, gradient)])
-    assert not is_doubled([(gradient + 2 * noise, gradient)])  # dropout, or noise of a generative model
-    assert not is_doubled([(noise, gradient)])
-    assert not is_doubled([(0 * gradient, 0 * gradient)])
-    assert not is_doubled([(gradient * float("inf"), gradient)])
-    assert not is_doubled([])
+    gradient, noise, values = torch.randn(3, 200).double()
+
+    def kind(own: Tensor, whole: Tensor) -> str:
+        return kind_of([(own, whole, values)])
+
+    assert kind(2 * gradient, gradient) == "sum"
+    assert kind(2 * gradient + 0.3 * noise, gradient) == "sum"
+    assert kind(gradient, gradient) == kind(gradient + 0.2 * noise, gradient) == "mean"
+    assert kind(gradient + 2 * noise, gradient) == ""  # dropout, or noise of a generative model
+    assert kind(noise, gradient) == ""
+    assert kind(0 * gradient, 0 * gradient) == ""
+    assert kind(gradient * float("inf"), gradient) == ""
+    assert kind_of([]) == ""
+
+
+def test_a_sum_and_something_else_is_told_from_both() -> None:
+    torch.manual_seed(0)
+    gradient, noise, values = torch.randn(3, 200).double()
+    assert kind_of([(1.4 * gradient + 0.1 * noise, gradient, values)]) == "mixed"
+    for penalty in (0.01 * values, 0.01 * values.sign(), -0.001 * values):
+        assert kind_of([(2 * gradient + penalty, gradient + penalty, values)]) == "mixed"
+    assert kind_of([(2 * gradient + 1e-6 * values, gradient + 1e-6 * values, values)]) == "sum"  # rounding errors
+
+
+def losses(name: str, join: Join) -> nn.Module:
+    """Train with losses of which some are sums."""
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.01)
+    with join(model, optimizer) as run:
+        for inputs, labels in run.batches(DATA, batch_size=4):
+            optimizer.zero_grad()
+            if name == "weighted":
+                run.weight(len(inputs))
+            outputs = model(inputs)
+            total = cross_entropy(outputs, labels, reduction="sum")
+            if name == "two backwards":
+                total.backward(retain_graph=True)
+                outputs.square().mean().backward()
+            elif name == "two sums":
+                total.backward(retain_graph=True)
+                outputs.square().sum().backward()
+            elif name == "a mean":
+                (total / 4 + outputs.square().mean()).backward()
+            else:
+                (total + 0.01 * sum(p.square().sum() for p in model.parameters())).backward()
+            optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("name", ["a penalty", "two backwards"])
+def test_a_sum_and_something_else_is_refused(name: str, workers: int) -> None:
+    with pytest.raises(ValueError, match="is a sum over samples plus something else.*reduction='mean'"):
+        run_group(lambda join: losses(name, join), workers, on_trial())
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_several_sums_are_added(workers: int) -> None:
+    plain = losses("two sums", Plain).state_dict()
+    for model in run_group(lambda join: losses("two sums", join), workers, on_trial()):
+        torch.testing.assert_close(model.state_dict(), plain, rtol=1e-12, atol=1e-12)
+
+
+def test_a_loop_that_weights_its_gradients_is_not_judged() -> None:
+    assert equal_models(run_group(lambda join: losses("weighted", join), 2, on_trial()))
 
 
 def test_the_speed_is_that_of_rounds_with_parts_against_whole_batches() -> None:

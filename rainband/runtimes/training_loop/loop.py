@@ -59,6 +59,9 @@ from rainband.worker.worker import set_buffers
 from rainband.worker.worker_model import Buffers, WorkerModel, pull_final, pull_latest
 
 NOT_KNOWN_YET = Dataset(fingerprint="", num_samples=0, batch_size=1, epochs=1)  # until run.batches(...) is called
+NOT_IN_BLOCK = (
+    "the loop has not joined the run yet: put it inside a block, `with rainband.join(model, optimizer) as run:`."
+)
 MAX_REASON = 1000  # characters of the reason for which a loop stops the run
 
 
@@ -164,7 +167,8 @@ class TrainingLoop(OfSharedBatches):
 
     @property
     def client(self) -> Client:
-        assert self.member.session.client is not None
+        if self.member.session.client is None:
+            raise ValueError(NOT_IN_BLOCK)
         return self.member.session.client
 
     def _wait(self) -> None:
@@ -198,6 +202,7 @@ class TrainingLoop(OfSharedBatches):
         return Passes(begin, dataset, batch_size, self.client.plan.batches_per_epoch, self.num_workers)
 
     def _plan(self, dataset: Any, batch_size: int, arguments: dict[str, Any]) -> None:
+        before = self.client.plan
         if self.num_epochs and self.drawn.passes >= self.num_epochs:
             raise ValueError(f"all {self.num_epochs} passes are over: set their number with run.epochs(...).")
         if self.planned:
@@ -212,7 +217,6 @@ class TrainingLoop(OfSharedBatches):
                     f"run.batches(...) was called with drop_last={plan.drop_last}: use the same each time."
                 )
             return
-        before = self.client.plan
         self.member.tell(described(dataset, batch_size, self.num_epochs, arguments))
         while self.client.plan is before:
             self._wait()

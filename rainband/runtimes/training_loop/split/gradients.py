@@ -16,7 +16,7 @@ from rainband.runtimes.training_loop.split.session import LoopSession
 from rainband.runtimes.training_loop.split.state import LoopState
 from rainband.runtimes.training_loop.split.step_checks import StepChecks
 from rainband.runtimes.training_loop.split.tensors import BackwardHooks, numbers_of, put_numbers
-from rainband.runtimes.training_loop.split.trial import SUM_FOUND, LoopTrial
+from rainband.runtimes.training_loop.split.trial import MIXED, SUM_FOUND, LoopTrial
 
 DRIFTED = (
     "rainband: the parameters of a worker differed from those of the others, so it has received theirs. If the loop "
@@ -108,6 +108,7 @@ class GradientExchange:
         self.part = part
         if not part.is_over:
             self.last_samples = part.weight
+        self.trial.watch(part, self.tensors.parameters)
         if part.trial == "verdict" and not part.is_over:
             self._take_verdict()
         if self.deferred or self.state.is_sum:
@@ -115,7 +116,9 @@ class GradientExchange:
 
     def _take_verdict(self) -> None:
         """Learn from the first rounds whether the loss is a sum over samples."""
-        outcome = self.exchange.mean_scalars((self.trial.found_sum,), 1.0)
+        outcome = self.exchange.mean_scalars((self.trial.found_sum, self.trial.found_mixed), 1.0)
+        if outcome.scalars and outcome.scalars[1] > 0 and self.uses_loaders:
+            raise ValueError(MIXED)
         self.state.is_sum = bool(outcome.scalars) and outcome.scalars[0] > 0 and self.uses_loaders
         if self.state.is_sum and self.exchange.is_first:
             self.tell(SUM_FOUND)
@@ -202,7 +205,7 @@ class GradientExchange:
         tensors += [None if alone else buffer.change() for buffer in self.tensors.buffers]
         stop = 0.0 if self.wants_stop is None else 1.0
         weight = self._weight()
-        self.trial.before(self.part, tensors[: len(self.tensors.parameters)], self.exchanges)
+        self.trial.before(self.part if self.weight is None else None, self.tensors.parameters)
         outcome = self.exchange.mean(tensors, weight, numbers_of(self.state.optimizers), (stop,))
         self._check_together()
         self.exchanges += 1
@@ -216,9 +219,9 @@ class GradientExchange:
             self.session.exchanged(self.part)
         if self.uses_loaders and self.exchanges == 1 and self.part is not None:
             self.steps.exchanged(self.part.total, tensors[: len(self.tensors.parameters)])
-        self.trial.after(tensors[: len(self.tensors.parameters)])
         absent = {id(p) for p in self.tensors.parameters if p.grad is None}
         self._put(tensors, alone)
+        self.trial.after(self.tensors.parameters)
         self.steps.fresh |= changed | {id(p) for p in self.tensors.parameters if id(p) in absent and p.grad is not None}
         self.deferred = False
         if not self.state.is_sum:

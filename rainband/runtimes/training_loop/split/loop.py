@@ -10,6 +10,7 @@ then steps on every worker, so that all parameters stay equal.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -72,6 +73,7 @@ class SplitLoop:
             self.session.join(self.state.tensors)
             self.session.snapshots.restore()
         self.passes.where = self.exchange.begin(0)  # all workers begin with the state of the first one
+        self.passes.thread = threading.get_ident()
         seed_by_rank(self.rank)
         self.gradients.attach()
         return self

@@ -24,6 +24,7 @@ import torch
 from rainband.protocol.messages import Dataset as Description
 from rainband.rounds.exchange import Exchange, Part, RoundId
 from rainband.runtimes.training_loop.batches import fingerprint_of
+from rainband.runtimes.training_loop.loop import NOT_IN_BLOCK
 from rainband.runtimes.training_loop.script_random import CommonRandom
 from rainband.runtimes.training_loop.split.gradients import GradientExchange
 from rainband.runtimes.training_loop.split.orders import BatchOrder, PassId, PassNumbers
@@ -102,7 +103,7 @@ class OpenPasses:
         self.first_epoch = 0  # that a pass made
         self.num_epochs = 0  # of the run; 0: not known
         self.where = RoundId(0, 0)
-        self.thread = threading.get_ident()
+        self.thread: int | None = None  # of the loop, in its `with` block
         self.has_trained = self._is_training()  # the model was in training mode once
         self.described: tuple[Any, ...] | None = None  # the data that the coordinator knows
         self.own = _own_pass(0)
@@ -257,6 +258,8 @@ class OpenPasses:
         self.current.kind, self.current = "beside", None
 
     def _check_thread(self) -> None:
+        if self.thread is None:
+            raise ValueError(NOT_IN_BLOCK)
         if threading.get_ident() != self.thread:
             print(f"rainband: {FROM_A_THREAD}", file=sys.stderr)
             raise ValueError(FROM_A_THREAD)
