@@ -75,10 +75,17 @@ class ListenOptions(TypedDict, total=False):
     ]
 
 
+class ThreadCount(str):
+    """A number of threads, or auto, as an option takes it."""
+
+
 class ProcessOptions(TypedDict, total=False):
     """Workers and servers"""
 
-    threads: Annotated[int | None, Option("Torch threads of each worker.", "N", "1", min=1)]
+    threads: Annotated[
+        int | str | ThreadCount | None,
+        Option("Torch threads of each worker; auto: divide the cores of its machine among its workers.", "N", "1"),
+    ]
     transport: Annotated[
         str | None,
         Option(
@@ -133,9 +140,10 @@ class TrainingOptions(TypedDict, total=False):
     eval_every_s: Annotated[
         float | None,
         Option(
-            "Evaluate every SECONDS on one worker; 0: only at the end. With --runtime sim, virtual seconds.",
+            "Evaluate every SECONDS on one worker (with --target, each second); 0: only at the end. With --runtime sim, "
+            "virtual seconds.",
             "SECONDS",
-            "10; 1 with --target",
+            "10",
             min=0,
             flag="--eval-every",
         ),
@@ -362,6 +370,22 @@ def declared(*groups: type) -> dict[str, DeclaredOption]:
     return found
 
 
+def num_threads(name: str, value: str | int, workers: int, servers: int = 0, cores: int = 1) -> int:
+    """Return the threads of each worker of a machine: a number that was typed, or a share of its cores.
+
+    Servers use a core each, but no more than half of them all: they mostly wait.
+    """
+    if value == "auto":
+        return max(1, max(cores - servers, -(-cores // 2)) // max(1, workers))
+    try:
+        number = int(value)
+    except ValueError:
+        number = 0
+    if number < 1 or isinstance(value, bool):
+        raise OptionError(f"{opt(name, value)}: must be at least 1, or auto.")
+    return number
+
+
 UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -423,6 +447,8 @@ def check_value(one: DeclaredOption, value: Any) -> None:
     name, option = one.name, one.option
     if one.kind is Duration:
         seconds(name, value)
+    if one.kind is ThreadCount:
+        num_threads(name, value, 1)
     number = {int: Integral, float: Real}.get(one.kind)
     if number is not None and (isinstance(value, bool) or not isinstance(value, number)):
         raise OptionError(f"{opt(name, value)}: must be {'a whole number' if one.kind is int else 'a number'}.")

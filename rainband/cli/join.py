@@ -50,7 +50,10 @@ def join(
             metavar="N", min=0, help="Number of server processes, before the run has begun.", show_default=False
         ),
     ] = 0,
-    threads: Annotated[int, typer.Option(metavar="N", min=1, help="Torch threads of each worker.")] = 1,
+    threads: Annotated[
+        str,
+        typer.Option(metavar="N", help="Torch threads of each worker; auto: divide the cores among the workers."),
+    ] = "1",
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="With --servers: where the servers listen.", show_default=False)
     ] = "",
@@ -69,6 +72,8 @@ def join(
     ssh lab1 rainband invite last | rainband join - --workers 4
     """
     from rainband.errors import RainbandError
+    from rainband.options import num_threads
+    from rainband.runtimes.configure import usable_cores
     from rainband.runtimes.machines.invitation import VARIABLE, read_invitation
     from rainband.runtimes.machines.joiner import Joiner, JoinOptions
     from rainband.runtimes.machines.launchers import launched_by
@@ -98,7 +103,7 @@ def join(
         options = JoinOptions(
             workers=number,
             servers=servers,
-            threads=threads,
+            threads=num_threads("threads", threads, number, servers or 0, usable_cores()),
             listen=listen,
             advertise=advertise,
             script=script,

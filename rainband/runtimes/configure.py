@@ -27,8 +27,10 @@ from rainband.options import (
     Duration,
     OptionError,
     RunOptions,
+    ThreadCount,
     check_value,
     declared,
+    num_threads,
     opt,
     reading,
 )
@@ -65,6 +67,7 @@ OPTION_TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
     int: ((Integral,), "a whole number"),
     float: ((Real,), "a number"),
     str: ((str,), "text"),
+    ThreadCount: ((str, Integral), "a number, or auto"),
     Duration: ((str, Real), 'seconds, or text such as "5m"'),
     Path: ((str, Path), "the path of a file or folder"),
     Mapping: ((Mapping,), "a dictionary, such as"),
@@ -234,7 +237,20 @@ def resolve(
         options = _check_target(options, name, requires, size)
     if options.get("runtime", "processes") == "processes":
         _check_cores(workers=workers, servers=servers)
-    return {**options, "workers": workers, "servers": servers}
+    options = {**options, "workers": workers, "servers": servers}
+    return {**options, "threads": _threads(options)} if "threads" in options else options
+
+
+def _threads(options: RunOptions) -> int:
+    """Return the threads of each worker on the machine of the run."""
+    typed, runtime = options["threads"] or 1, options.get("runtime", "processes")
+    if typed == "auto" and runtime == "ray":
+        raise OptionError(
+            f"{opt('threads', 'auto')} is for machines whose cores a run has to itself: with {opt('runtime', 'ray')}, "
+            "give a number, which each worker reserves."
+        )
+    cores = 1 if runtime == "sim" else usable_cores()
+    return num_threads("threads", typed, options["workers"] or 1, options["servers"] or 0, cores)
 
 
 def _check_target(options: RunOptions, name: str, requires: Requirements, size: int) -> RunOptions:

@@ -12,7 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from rainband.cli.options import completion
 from rainband.cli.report_errors import USAGE, give_up, report_errors
-from rainband.options import DeclaredOption, Duration, OptionError, RunOptions, check_value, declared, opt
+from rainband.options import DeclaredOption, Duration, OptionError, RunOptions, ThreadCount, check_value, declared, opt
 
 RENAMED = {
     "--world": "--runtime",
@@ -173,7 +173,7 @@ def _parameter(one: DeclaredOption, complete: Callable[[str], list[str]] | None)
         rich_help_panel=one.group,
         autocompletion=complete,
     )
-    as_text = is_mapping(one) or one.kind is Duration
+    as_text = is_mapping(one) or one.kind in (Duration, ThreadCount)
     kind: Any = bool if is_flag else (str if as_text else one.kind) | None
     return inspect.Parameter(
         one.name, inspect.Parameter.KEYWORD_ONLY, default=False if is_flag else None, annotation=Annotated[kind, shown]

@@ -210,7 +210,7 @@ class LocalStepsLoop(TrainingLoop):
         return gradient
 
     def log(self, *, loss: float | Tensor | None = None, **metrics: float) -> None:
-        """Report the loss of the current batch, or metrics: for progress views, and a strategy that follows the loss."""
+        """Report the loss of the current batch, or metrics, for progress views; a strategy may follow the loss."""
         super().log(loss=loss, **metrics)
         if loss is not None:
             self.logged = loss.item() if isinstance(loss, Tensor) else float(loss)
