@@ -249,6 +249,35 @@ def test_a_root_does_not_overwrite_what_is_still_read(transport: str, tmp_path: 
         assert results(started.reports()) == [19_900.0] * 3
 
 
+def outlive(folder: Path) -> Work:
+    """Receive broadcasts: rank 2 makes all calls and ends before rank 1 goes on, which needs nothing of it."""
+
+    def work(group: Group) -> float:
+        total = 0.0
+        for number in range(20):
+            if (group.rank, number) == (1, 10):
+                await_file(folder / "2.json")
+            vector = torch.full((16,), float(number) if group.rank == 0 else -1.0)
+            group.broadcast(vector)
+            total += float(vector[0])
+        return total
+
+    return work
+
+
+def await_file(path: Path) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} is not written"
+        os.sched_yield()
+
+
+def test_a_rank_that_has_made_all_calls_is_not_lost_to_one_that_needs_it_no_more(tmp_path: Path) -> None:
+    with ranks(tmp_path, 3, "tcp") as started:
+        started.start(outlive(tmp_path))
+        assert results(started.reports()) == [190.0] * 3
+
+
 def measured(group: Group) -> list[float]:
     costs = group.measure_costs(rounds=3)
     group.costs = costs
