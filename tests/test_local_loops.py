@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import LBFGS, SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from rainband.coordinator.coordinator import Coordinator, RunSettings
@@ -85,6 +85,35 @@ def test_one_worker_makes_the_steps_of_one_process(make: Any, strategy: Strategy
     assert seen == of_plain and len(seen) == 18
     torch.testing.assert_close(ours, plain, rtol=0, atol=1e-7)
     assert (alone.accounting.applied, alone.accounting.batches) == (18, 18)
+
+
+@pytest.mark.parametrize("strategy", [Averaging(period=4), Averaging(period=4, state="average"), Single()])
+def test_an_optimizer_that_calls_its_closure_again_makes_the_steps_of_plain_pytorch(strategy: Strategy) -> None:
+    def minimize(model: nn.Module, optimizer: Optimizer, batch: Any) -> None:
+        def closure() -> Tensor:
+            calls.append(1)
+            optimizer.zero_grad()
+            loss = cross_entropy(model(batch[0]), batch[1])
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)  # type: ignore[arg-type]
+
+    calls, batches, ours, plain = list[int](), list[Any](), net(), net()
+    optimizer, of_plain = (LBFGS(model.parameters(), lr=0.5, max_iter=3) for model in (ours, plain))
+    member = Alone(strategy) if strategy.requires.local_steps else OneProcess(strategy, num_servers=0)
+    join: Any = joined_alone if strategy.requires.local_steps else joined
+    with join(ours, optimizer, member) as run:
+        for _ in run.epochs(2):
+            for batch in run.batches(DATA, batch_size=4):
+                batches.append(batch)
+                minimize(ours, optimizer, batch)
+    evaluated = len(calls)
+    for batch in batches:
+        minimize(plain, of_plain, batch)
+    assert len(batches) == 12 and evaluated == len(calls) - evaluated > 12
+    for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
 
 def test_processes_of_a_loader_fetch_the_same_batches() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from torch import nn
 from torch.optim import Optimizer
 
-from rainband.model.block_optimizer import blockwise_obstacle, needs_closure
+from rainband.model.block_optimizer import blockwise_obstacle
 from rainband.model.optimizer_state import settings_of, spec_of
 from rainband.plugins import find_strategy, strategy_names
 from rainband.protocol.optimizer_spec import TAKERS, OptimizerSpec
@@ -47,12 +47,6 @@ def check(model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy,
             stacklevel=5,
         )
     check_custom_loop(type(strategy).__name__.lower(), strategy.requires)
-    for optimizer in optimizers:
-        if reason := needs_closure(type(optimizer)):
-            raise ValueError(
-                f"{type(optimizer).__name__} cannot run with {type(strategy).__name__.lower()}: {reason}, at most once "
-                "here. Omit --strategy: workers that share each batch evaluate closures together."
-            )
     if not takes_any_optimizer(strategy):
         _check_optimizer(spec_of(optimizers), optimizers, strategy, importable)
 

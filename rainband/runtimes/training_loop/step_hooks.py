@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 OnStep = Callable[[Optimizer, float], None]  # the optimizer, and the factor that undoes a GradScaler's scale
 OnInfinite = Callable[[], None]
+Closure = Callable[[], Any]
 SCALING = ("grad_scale", "found_inf")  # attributes that a GradScaler sets on a fused optimizer during a step
 
 
@@ -39,6 +40,7 @@ class StepHooks:
         self.on_step = on_step
         self.on_infinite = on_infinite
         self.stepping: Optimizer | None = None
+        self.closure: Closure | None = None  # of the current step
         self.aside: list[tuple[nn.Parameter, Tensor | None]] | None = None
         self.before = {o: o.register_step_pre_hook(self._before) for o in optimizers}
         self.after = {o: o.register_step_post_hook(self._after) for o in optimizers}
@@ -57,7 +59,7 @@ class StepHooks:
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if self._is_inside():
             return None  # a subclass whose step() calls super().step()
-        args, kwargs = _with_closure_run(args, kwargs)
+        args, kwargs, self.closure = _with_closure_run(args, kwargs)
         self.stepping, self.aside = optimizer, None
         try:
             if found_infinite(optimizer):
@@ -100,23 +102,31 @@ class StepHooks:
         try:
             for parameter, gradient in pairs:
                 parameter.grad = gradient
-            _bare_step(optimizer)
+            _bare_step(optimizer, self.closure)
         finally:
             vars(optimizer).update(scaling)
             for (parameter, _), gradient in zip(pairs, kept, strict=True):
                 parameter.grad = gradient
 
 
-def _with_closure_run(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Run the closure now and pass its loss on: during the step its gradients would be too late."""
+def _with_closure_run(args: Any, kwargs: Any) -> tuple[Any, Any, Closure | None]:
+    """Run the closure now and pass its loss on: during the step its gradients would be too late.
+
+    Also return what stands for the closure in a step on this worker: its first call has been made.
+    """
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if not callable(closure):
-        return args, kwargs
+        return args, kwargs, None
     with torch.enable_grad():
         loss = closure()
+    made = [loss]
+
+    def again() -> Any:
+        return made.pop() if made else closure()
+
     if "closure" in kwargs:
-        return args, {**kwargs, "closure": lambda: loss}
-    return (args[0], lambda: loss, *args[2:]), kwargs
+        return args, {**kwargs, "closure": lambda: loss}, again
+    return (args[0], lambda: loss, *args[2:]), kwargs, again
 
 
 def found_infinite(optimizer: Optimizer) -> bool:
@@ -134,7 +144,7 @@ def _ordered(hooks: Any) -> OrderedDict[int, Any]:
     return cast("OrderedDict[int, Any]", hooks)
 
 
-def _bare_step(optimizer: Optimizer) -> None:
+def _bare_step(optimizer: Optimizer, closure: Closure | None) -> None:
     """Step without hooks: they run around the user's call."""
     step = type(optimizer).step
-    getattr(step, "__wrapped__", step)(optimizer)
+    getattr(step, "__wrapped__", step)(optimizer, *(() if closure is None else (closure,)))
