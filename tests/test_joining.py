@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
 from rainband.coordinator.coordinator import Coordinator, RunSettings
 from rainband.coordinator.liveness import LEFT, NOBODY_LEFT
+from rainband.plugins import load_strategy
 from rainband.protocol import events
 from rainband.protocol.messages import Conclude, Ended, Halt, LeaseEnd, Peer, Ready, Revoke, Shutdown, Welcome
+from rainband.runtimes.config import RunConfig
+from rainband.runtimes.processes.entries import modules_of_workers
 from tests.test_coordinator import TIMEOUT_S, Run
 
 
@@ -145,3 +150,21 @@ def test_a_worker_of_the_runs_own_machine_saves_the_model() -> None:
         run.from_worker(worker, Ended(8))
     run.report(0, 8, flushed=True)
     assert [to for to, message in run.said if isinstance(message, Conclude)] == ["worker 1"]
+
+
+def test_the_command_leaves_torch_to_the_fork_server() -> None:
+    """Importing it takes longer than all else before the first work, and the training of others may use all cores."""
+    program = "import sys, rainband.runtimes.machines.joiner; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "script", "needed"),
+    [("downpour", "", False), ("sync", "", True), ("elastic", "", True), ("downpour", "train.py", True)],
+)
+def test_the_compiler_of_torch_is_imported_for_workers_with_an_optimizer(
+    strategy: str, script: str, needed: bool
+) -> None:
+    config = RunConfig(task="digits", strategy=strategy, num_workers=1, num_servers=1, script=script)
+    modules = modules_of_workers(config, load_strategy(strategy, {}).requires)
+    assert ("torch._dynamo" in modules) == needed

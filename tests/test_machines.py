@@ -321,6 +321,7 @@ def attack(job: bytes, fds: list[int]) -> None:
 
 FORBIDDEN = [
     MachineJoin("attacker", own_software(), 1),  # a machine may join, and then act for itself only
+    MachineJoin("attacker", own_software(), 0, ranks=(0,)),  # it has not brought this worker
     Shutdown("by a stranger"),
     ProcessEnded(Peer("worker", 0), "a lie"),
     ServerJoin(Address("", 0), ""),

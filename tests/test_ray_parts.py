@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 from types import ModuleType
 
@@ -19,7 +20,7 @@ from rainband.protocol.messages import Address, Software
 from rainband.runtimes.config import Job, RaySettings, RunConfig, encode_job
 from rainband.runtimes.configure import configure
 from rainband.runtimes.machines.software import own_software
-from rainband.runtimes.ray.cluster import actor_options, connected, groups_of_workers, import_ray
+from rainband.runtimes.ray.cluster import actor_options, connected, groups_of_workers, import_ray, within
 from rainband.runtimes.ray.role_host import HostedEnd, HostOrder, RoleHost
 from rainband.runtimes.ray.user_code import LOCK, PREFIX, UnpackedCode, code_folders, pack, remove_orphans
 from tests.processes import ROOT
@@ -225,6 +226,13 @@ def test_a_ray_client_is_refused_because_workers_cannot_reach_it() -> None:
 def test_ray_is_imported_only_for_runs_on_ray() -> None:
     program = "import sys, rainband.cli.train, rainband.runtimes.ray.launcher; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_the_end_of_a_run_does_not_wait_for_a_lost_cluster() -> None:
+    over = threading.Event()
+    assert within(60.0, lambda: None)
+    assert not within(0.0, over.wait)
+    over.set()
 
 
 # ---- the host of a process ----
