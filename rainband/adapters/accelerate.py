@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from rainband.join import join as join_plainly
 from rainband.join import rank
 from rainband.runtimes.training_loop.split.loop import SplitLoop
+from rainband.runtimes.training_loop.split.orders import drawn
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -113,7 +114,8 @@ class SharedLoaders:
         def iterate(loader: Any) -> Iterator[Any]:
             if self.trains(loader):
                 return self._parts(loader)
-            return self._count(self._whole(loader) if hasattr(loader, "_fetch_batches") else before(loader))
+            whole = self._whole(loader) if hasattr(loader, "_fetch_batches") else before(loader)
+            return self._count(drawn(whole, self.run.passes.random))  # which train loaders use, too, as in one process
 
         return iterate
 
