@@ -283,6 +283,9 @@ def test_tensors_are_passed_on_as_they_arrive_and_each_byte_once(monkeypatch: py
     elsewhere.words.of[0][AREA_BYTES] = 16
     content = bytes(range(16))
     for slot, position in ((1, 5), (0, 6), (1, 7)):  # the same slot again
+        there = iter([0] * 20)
+        for at in range(0, 16, 4):  # once more, as after a lost connection, and without new words
+            relay.receive(source, RoundData(0, 1, slot, at, 16), memoryview(content)[at : at + 4])
         content = bytes(reversed(content))
         there = iter([0] * room + [1] * (4 - room) + [0] * 20)
         del sent[:]
