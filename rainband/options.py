@@ -140,8 +140,8 @@ class TrainingOptions(TypedDict, total=False):
     eval_every_s: Annotated[
         float | None,
         Option(
-            "Evaluate every SECONDS on one worker (with --target, each second); 0: only at the end. With --runtime sim, "
-            "virtual seconds.",
+            "Evaluate every SECONDS on one worker (with --target, each second); 0: only at the end. With --runtime "
+            "sim, virtual seconds.",
             "SECONDS",
             "10",
             min=0,
