@@ -93,8 +93,11 @@ class BlockOptimizer:
         """Return one kind of state, or copies of it, by segment."""
         return [_as_tensor(self._optimizer.state.get(tensor, {}).get(name), copied) for tensor in self._tensors]
 
-    def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
-        """Continue from a state of the same segments; if it does not fit, raise and change nothing."""
+    def load_state(self, state: Mapping[str, Sequence[Tensor]], copy: bool = True) -> None:
+        """Continue from a state of the same segments; if it does not fit, raise and change nothing.
+
+        `copy`: the tensors are needed elsewhere; otherwise the optimizer keeps them, which saves time for large ones.
+        """
         for name, tensors in state.items():
             if len(tensors) != len(self._segments):
                 raise ValueError(
@@ -103,7 +106,7 @@ class BlockOptimizer:
                 )
         examples = self._example_states()
         entries = [
-            _entry({name: of[i] for name, of in state.items()}, examples[segment.group], segment.numel)
+            _entry({name: of[i] for name, of in state.items()}, examples[segment.group], segment.numel, copy)
             for i, segment in enumerate(self._segments)
         ]
         for tensor, entry in zip(self._tensors, entries, strict=True):
@@ -345,7 +348,7 @@ def _as_tensor(value: Tensor | float | None, copied: bool = True) -> Tensor:
     return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
 
 
-def _entry(given: Mapping[str, Tensor], example: Mapping[str, Any], numel: int) -> dict[str, Any]:
+def _entry(given: Mapping[str, Tensor], example: Mapping[str, Any], numel: int, copy: bool) -> dict[str, Any]:
     """Return one segment's state as the optimizer stores it: nothing, or all names of the example."""
     present = {name: tensor for name, tensor in given.items() if tensor.shape != (0,)}
     if present and present.keys() != example.keys():
@@ -353,10 +356,10 @@ def _entry(given: Mapping[str, Tensor], example: Mapping[str, Any], numel: int) 
             f"the state of a segment is {', '.join(present)}, but this optimizer keeps "
             f"{', '.join(example) or 'none'}: load it into an optimizer with the same settings."
         )
-    return {name: _like(example[name], name, tensor, numel) for name, tensor in present.items()}
+    return {name: _like(example[name], name, tensor, numel, copy) for name, tensor in present.items()}
 
 
-def _like(example: Tensor | float, name: str, tensor: Tensor, numel: int) -> Tensor | float:
+def _like(example: Tensor | float, name: str, tensor: Tensor, numel: int, copy: bool) -> Tensor | float:
     per_element = isinstance(example, Tensor) and example.dim() > 0
     if tensor.numel() != (numel if per_element else 1):
         raise ValueError(
@@ -364,5 +367,5 @@ def _like(example: Tensor | float, name: str, tensor: Tensor, numel: int) -> Ten
             "cut the state where the block is cut."
         )
     if isinstance(example, Tensor):
-        return tensor.detach().to(example.dtype, copy=True).reshape(-1 if per_element else ())
+        return tensor.detach().to(example.dtype, copy=copy).reshape(-1 if per_element else ())
     return type(example)(tensor.item())

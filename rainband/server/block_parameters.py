@@ -89,7 +89,7 @@ class BlockParameters:
             raise ValueError(f"{values.numel()} values of {values.dtype} are not those of block {self.spec.index}.")
         parts = {name: (of, saved.absent.get(name, ())) for name, of in optimizer.items()}
         if parts or saved.numbers:
-            self.optimizer.load_state(by_segment(self.spec.segments, parts, saved.numbers))
+            self.optimizer.load_state(by_segment(self.spec.segments, parts, saved.numbers), copy=False)
         self.values.copy_(values)
         self.lr_factor = saved.lr_factor
 

@@ -65,7 +65,9 @@ def _tensors(checkpoint: Checkpoint, saved: SavedBlock, spec: BlockSpec) -> dict
     for name, tensor in tensors.items():
         if tensor.numel() != saved.stop - saved.start:
             raise BadCheckpoint(file.name, f"{name} has {tensor.numel()} values, its block {saved.stop - saved.start}")
-    return {name: tensor[first:last] for name, tensor in tensors.items()}
+    if last - first == saved.stop - saved.start:
+        return tensors
+    return {name: tensor[first:last].clone() for name, tensor in tensors.items()}  # the rest is not kept in memory
 
 
 def begin_checkpoints(worker: ModuleWorker, session: Session, source: Checkpoint | None, write: Write) -> None:
