@@ -78,6 +78,23 @@ def test_sync_with_servers_continues_bit_for_bit_with_any_number_of_workers_and_
             assert torch.equal(after.parameters["w"], before.parameters["w"])
 
 
+@pytest.mark.parametrize("stop_s", [3.3, 7.1, 12.6, 18.2])
+@pytest.mark.parametrize(("workers", "servers"), [(4, 2), (3, 1)])
+def test_sync_with_servers_that_was_stopped_within_a_round_repeats_that_round(
+    tmp_path: Path, stop_s: float, workers: int, servers: int
+) -> None:
+    settings = {"optimizer": "adam", "lr": 0.1, "batch_per_worker": True}
+    task = Quadratic(dimension=96, samples=120, batch_size=4, epochs=4)
+    whole = train(tmp_path / "whole", "sync", settings, task, workers=4)
+    faults = SimSettings(faults=f"{stop_s} stop coordinator")
+    before = train(tmp_path / "a", "sync", settings, task, workers=4, checkpoint_every_s=1e6, sim=faults)
+    [checkpoint] = before.checkpoints
+    after = train(tmp_path / "b", "sync", settings, task, workers=workers, servers=servers, resume_from=checkpoint)
+    assert after.result.outcome == "finished", after.result.reason
+    assert after.result.accounting["applied"] == 120
+    assert torch.equal(after.parameters["w"], whole.parameters["w"])
+
+
 class BatchNormTask(Quadratic):
     """A task with buffers, an optimizer and a scheduler of its own."""
 

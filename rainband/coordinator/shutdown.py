@@ -178,7 +178,9 @@ class RunEnd:
             return []  # stopped within an iteration: it first restores the parameters at its start
         unflushed = [s for s in state.servers.values() if s.peer.role == "server" and not s.flushed]
         if unflushed:  # the run was stopped: buffered gradients are part of its model
-            return flushes(state, unflushed)
+            ended = [w for i, w in sorted(state.workers.items()) if w.active and self._replica_has_ended(i)]
+            first = self.checkpoints.before_the_last_flush(ended[0]) if ended else []
+            return [*first, *flushes(state, unflushed)]
         return self._conclude()
 
     def _conclude(self) -> list[CoordinatorOutput]:

@@ -338,6 +338,7 @@ class TakeSnapshot(Message, frozen=True, tag=74):
     number: int
     folder: str  # of the checkpoint, in the place that the configuration names
     at_version: int = -1  # of every block: in rounds, and of full-batch strategies; -1: each as it is now
+    at_once: bool = False  # before the next message is handled: a flush would apply a part of a round
 
 
 class Saved(Message, frozen=True, tag=75):

@@ -51,6 +51,8 @@ class Snapshots:
         if 0 <= snapshot.at_version < newest:
             self.cancel()
             return newest
+        if snapshot.at_once:
+            self.copied, self.left = [snapshot_of(block) for block in self.blocks.values()], {}
         for block in self.blocks.values():
             self.changed(block)
         return None

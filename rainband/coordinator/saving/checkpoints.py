@@ -101,6 +101,10 @@ class Checkpoints:
         self.current = None  # what was under way is replaced
         return self._begin(self.now, final=True, worker=worker)
 
+    def before_the_last_flush(self, worker: WorkerState) -> list[CoordinatorOutput]:
+        """Begin the checkpoint of a run in rounds that is stopped: a flush applies part of a round."""
+        return self.before_the_end(worker) if self.in_rounds else []
+
     @property
     def is_awaited(self) -> bool:
         """True while the run must not end, because its last checkpoint is being written."""
@@ -128,7 +132,7 @@ class Checkpoints:
         name = name_of(done)
         workers = [other.peer for other in state.replica_of(worker.peer.index)]  # each has a part of the model
         self.current = Collected(self.number, name, now, final, {*workers, *servers}, step=done, position=position)
-        snapshot = TakeSnapshot(self.number, name, at_version)
+        snapshot = TakeSnapshot(self.number, name, at_version, at_once=final and self.in_rounds)
         return [CoordinatorOutput(peer, snapshot) for peer in (*servers, *workers)]
 
     def _why_not(self) -> str:

@@ -449,6 +449,8 @@ class TrainingLoop(OfSharedBatches):
             stats.waiting = True
             self._wait()
         stats.waiting = False
+        if not self.client.is_through(round_):
+            self.state.note_end()
 
     def stop(self, reason: str = "stopped by the loop") -> None:
         """End the run of all workers after their current batches: the code after their `with` blocks runs.

@@ -44,6 +44,7 @@ class LeasedLoopState(SnapshotRequests):
         self.registered: list[HasState] = []
         self.accounting: LocalAccounting | None = None  # where there are no servers
         self.received: dict[str, Any] | None = None  # of a checkpoint, until the loop draws its first batch
+        self.end: tuple[dict[str, Any], SavedBlock | None] | None = None  # of a run that stops within a round
         self.is_open = False  # a batch was drawn, and its step may not be over
 
     def register(self, objects: Sequence[HasState]) -> None:
@@ -65,8 +66,12 @@ class LeasedLoopState(SnapshotRequests):
         super().at_boundary()
 
     def take(self, wanted: TakeSnapshot) -> None:
-        state, block = self._collected()
+        state, block = self.end or self._collected()
         self.write(wanted, state, block)
+
+    def note_end(self) -> None:
+        """Keep the state before a round that ends without an update: the run stops, and continues with that round."""
+        self.end = self._collected()
 
     def _collected(self) -> tuple[dict[str, Any], SavedBlock | None]:
         state: dict[str, Any] = {"buffers": dict(self.model.named_buffers()), "loop": self._of_loop()}
