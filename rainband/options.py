@@ -153,7 +153,6 @@ class TrainingOptions(TypedDict, total=False):
         Option(
             "End when a metric is at least (loss, error, perplexity: at most) this, such as accuracy=0.95.",
             "METRIC=VALUE",
-            "all epochs",
         ),
     ]
     from_weights: Annotated[
@@ -224,7 +223,13 @@ class StageOptions(TypedDict, total=False):
         str | Path | None, Option("Split the model according to this file of rainband placement.", "FILE")
     ]
     microbatches: Annotated[
-        int | None, Option("With --stages: microbatches per batch.", "N", "2 for each stage", min=1)
+        int | None,
+        Option(
+            "Compute each batch in N microbatches, one after the other, which takes less memory.",
+            "N",
+            "1; with --stages 2 for each stage",
+            min=1,
+        ),
     ]
     schedule: Annotated[str | None, Option("With --stages: one_f_one_b, gpipe or interleaved.", "NAME", "one_f_one_b")]
     stages_per_worker: Annotated[int | None, Option("With --schedule interleaved: stages per worker.", "N", "2", min=2)]

@@ -125,8 +125,8 @@ def test_what_does_not_go_with_stages_is_refused_before_measuring(
     assert told in refused(words, {"stages": 2, **options})
 
 
-@pytest.mark.parametrize("options", [{"microbatches": 4}, {"schedule": "interleaved"}, {"stages_per_worker": 2}])
-def test_microbatches_without_stages_are_refused(options: RunOptions) -> None:
+@pytest.mark.parametrize("options", [{"schedule": "interleaved"}, {"stages_per_worker": 2}])
+def test_schedules_without_stages_are_refused(options: RunOptions) -> None:
     assert "is for a model in several stages: also use --stages 2" in refused(
         ["sync", "batch_per_worker=true"], options
     )

@@ -62,6 +62,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     failure_timeout_s: float = 5.0
     stuck_timeout_s: float = 600.0  # how long these workers wait for one that sends heartbeats
     threads: int = 1  # torch threads of each worker
+    microbatches: int = 1  # of each batch, where workers have the whole model; of stages, their plan says it
     parts: str = "speed"  # of batches that workers share: in proportion to their speeds, or "equal"
     directory: str = ""
     script: str = ""  # with a custom training loop, and its arguments; then `task` is only its name

@@ -105,6 +105,7 @@ def configure(
         advertise=resolved.get("advertise") or "",
         min_workers=resolved.get("min_workers") or 0,
         num_servers=resolved["servers"],
+        microbatches=(resolved.get("microbatches") or base.microbatches) if size == 1 else 1,
         sim=sim,
         ray=ray_settings(base.ray, resolved),
         **{name: value for name, value in resolved.items() if name in PLAIN_FIELDS},

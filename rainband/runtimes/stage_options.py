@@ -56,8 +56,12 @@ def check_stages(options: RunOptions, name: str, requires: Requirements, placeme
         if requires.stages is not None:
             raise OptionError(f"{name} is a pipeline of stages: use {opt('stages', 2)}, for example.")
         for given in PIPELINE_OPTIONS:
-            if given in options:
+            if given in options and given != "microbatches":
                 raise OptionError(f"{opt(given)} is for a model in several stages: also use {opt('stages', 2)}.")
+        if options.get("microbatches") and options.get("time_only"):
+            raise OptionError(
+                f"{opt('microbatches')}: with {opt('time_only', True)}, no batch is computed, so omit it."
+            )
         return
     if requires.split_batches:
         raise OptionError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ ONE_SAMPLE = (
 )
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor, nn
 
     from rainband.observer import Observer
@@ -101,6 +102,20 @@ class WorkerParameters:
         raise ValueError("models are averaged in pairs by a strategy whose `requires` declares in_pairs=True.")
 
 
+class GradientPart(NamedTuple):
+    """Samples of a batch whose loss is computed at once."""
+
+    seed: int
+    samples: int
+    indices: Any = None  # of the samples; None: they were read already
+
+
+def _in_microbatches(indices: NDArray[np.int64], most: int, seed: int) -> list[GradientPart]:
+    parts = np.array_split(indices, max(1, min(most, len(indices))))
+    seeds = [seed, *(xxhash.xxh3_64_intdigest(f"{seed} {n}".encode()) >> 2 for n in range(1, len(parts)))]
+    return [GradientPart(each, len(part), part) for each, part in zip(seeds, parts, strict=True)]
+
+
 class ModuleWorker:
     """A worker that trains a module on a task."""
 
@@ -124,6 +139,7 @@ class ModuleWorker:
         self.model_rounds: ModelRounds | None = None
         self.snapshots: WorkerSnapshots | None = None  # for checkpoints
         self.prefetch: Callable[[Batch], Any] | None = None  # returns the samples of a batch that were prepared ahead
+        self.microbatches = 1  # of each batch, computed one after the other
 
     async def work_items(self) -> AsyncIterator[WorkItem]:
         """Yield the work items leased to this worker, until the run's data is done."""
@@ -182,8 +198,12 @@ class ModuleWorker:
         """Return the gradient of a batch's mean loss, which depends on the parameters and the batch ID alone."""
         if isinstance(batch, BatchPart):
             return self._compute_part(batch)
-        seed_global_generators(self._seed(batch))
-        return self._compute(batch, self.fetch(batch), self.plan.samples_in(batch.portion, batch.k))
+        seed = self._seed(batch)
+        if self.microbatches > 1:
+            return self._compute(batch, _in_microbatches(self.sampler.indices(batch), self.microbatches, seed))
+        seed_global_generators(seed)
+        samples = self.plan.samples_in(batch.portion, batch.k)
+        return self._compute(batch, [GradientPart(seed, samples)], self.fetch(batch))
 
     def _compute_part(self, part: BatchPart) -> Gradient:
         """Return the gradient of some samples of a batch; that of all of them is the gradient of the batch."""
@@ -191,22 +211,34 @@ class ModuleWorker:
             return self.compute(part.batch)
         if not part.positions:
             return Gradient([None] * len(self.flat.parameters), (part.batch,), 0, 0.0)
-        seed_global_generators(self._seed(part.batch, part.positions[0]))
+        seed = self._seed(part.batch, part.positions[0])
         indices = self.sampler.indices(part.batch)[np.asarray(part.positions)]
-        return self._compute(part.batch, self.data.batch(indices), len(part.positions))
+        return self._compute(part.batch, _in_microbatches(indices, self.microbatches, seed))
 
-    def _compute(self, batch: Batch, samples: Any, num_samples: int) -> Gradient:
+    def _compute(self, batch: Batch, parts: Sequence[GradientPart], whole: Any = None) -> Gradient:
+        """Return the gradient of the mean loss over microbatches; only the activations of one are in memory.
+
+        `whole`: the samples of the only one, if they were read already.
+        """
         for parameter in self.flat.parameters:
             parameter.grad = None
-        try:
-            loss = self.task.loss(self.module, samples)
-        except ValueError as error:
-            if num_samples == 1 and "more than 1 value per channel" in str(error):
-                error.add_note(ONE_SAMPLE)
-            raise
-        loss.backward()  # type: ignore[no-untyped-call]
+        num_samples, total = sum(part.samples for part in parts), 0.0
+        for part in parts:
+            if whole is None:
+                seed_global_generators(part.seed)
+            samples = self.data.batch(part.indices) if whole is None else whole
+            try:
+                loss = self.task.loss(self.module, samples)
+            except ValueError as error:
+                if part.samples == 1 and "more than 1 value per channel" in str(error):
+                    error.add_note(ONE_SAMPLE)
+                raise
+            if len(parts) > 1:
+                loss = loss * (part.samples / num_samples)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.item()
         self.flat.check()
-        gradient = Gradient(self.tensors(), (batch,), num_samples, loss.item())
+        gradient = Gradient(self.tensors(), (batch,), num_samples, total)
         self._count(gradient)
         return gradient
 

@@ -65,6 +65,7 @@ def settle(client: MemoryClient, gradient: Gradient) -> None:
     client.leases.settle(gradient.push_id())
 
 
+# size: it inherits the state of a worker, and adds what it has read
 class MemoryWorker(ModuleWorker):
     """A worker that updates the shared parameters."""
 

@@ -89,6 +89,7 @@ class WorkerProcess(WorkerLink):
     def before_training(self, worker: ModuleWorker) -> None:
         self.session.perform = min_step_time(self.config, self.index)
         worker.prefetch = prefetched(worker)
+        worker.microbatches = self.config.microbatches
         source = opened(self.config.resume_from) if self.config.resume_from else None
         begin_checkpoints(worker, self.session, source, self.save_state)
         self.session.before_step = self._before_step(worker)

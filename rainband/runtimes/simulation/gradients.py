@@ -41,6 +41,7 @@ class GradientCompute(ModuleModel, SimulatedCompute):
     def worker(self, index: int, client: Client) -> ModuleWorker:
         worker = super().worker(index, client)
         worker.sampler = self.shared_module.sampler(worker.plan)
+        worker.microbatches = self.shared_module.microbatches
         return worker
 
     def attach(self) -> None:
@@ -115,6 +116,7 @@ class TimingOnly(SimulatedCompute):
         return {}
 
 
+# size: it inherits the state of a worker, and adds what it has read
 class ReadingWorker(MemoryWorker):
     """A hogwild worker that reads all parameters when it begins to compute, and adds its whole step at the end.
 

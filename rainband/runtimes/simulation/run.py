@@ -249,14 +249,21 @@ def make_scenario(config: RunConfig, task: Task | None = None, strategy: Strateg
     if config.stage_plan is not None:
         return _in_stages(config, config.stage_plan, strategy, task, data)
     dataset = dataset_of(task, data, config)
-    return scenario_of(strategy, task, flat, data, config.num_workers, dataset)
+    return scenario_of(strategy, task, flat, data, config.num_workers, dataset, config.microbatches)
 
 
 def scenario_of(
-    strategy: Strategy, task: Task, flat: Flat, data: Data, num_workers: int, dataset: Dataset | None = None
+    strategy: Strategy,
+    task: Task,
+    flat: Flat,
+    data: Data,
+    num_workers: int,
+    dataset: Dataset | None = None,
+    microbatches: int = 1,
 ) -> Scenario:
     """Build a scenario whose workers compute gradients with one module; `dataset` defaults to the task's settings."""
     shared_module = SharedModule(flat)
+    shared_module.microbatches = microbatches
     join = join_of(
         strategy, flat.layout, dataset or Dataset("", len(data), task.batch_size, task.epochs, drops_last(task))
     )

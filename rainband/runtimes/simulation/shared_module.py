@@ -47,6 +47,7 @@ class SharedModule:
         self.buffers = list(flat.module.buffers())
         self.first_buffers = [buffer.clone() for buffer in self.buffers]
         self.wholes = cut(flat.layout, block_bytes=1 << 60)  # every vector as one block
+        self.microbatches = 1  # of each batch
         self.owner: WorkerMemory | None = None
         self.samplers: dict[DataPlan, SharedSampler] = {}
 
