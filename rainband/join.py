@@ -50,7 +50,7 @@ def join(model: Any, optimizer: Any) -> SplitLoop | TrainingLoop | SingleProcess
     """
     optimizers: Sequence[Any] = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     if not optimizers:
-        raise ValueError("rainband.join(model, optimizer) needs an optimizer.")
+        raise ValueError("optimizer=[]: rainband.join(model, optimizer) requires one optimizer or more.")
     main = sys.modules["__main__"]
     member = getattr(main, MEMBERSHIP, None)
     if member is None:

@@ -104,7 +104,7 @@ def test_each_block_remembers_for_itself() -> None:
     "settings, told",
     [
         ({"compensation": 1.0, "compensation_decay": 1.0}, "compensation_decay=1.0: choose 0 .* below 1"),
-        ({"compensation_decay": 0.95}, "there is none: add one, such as compensation=2"),
+        ({"compensation_decay": 0.95}, "requires compensation: add compensation=2"),
     ],
 )
 def test_a_memory_of_nothing_or_for_ever_is_refused(settings: dict[str, float], told: str) -> None:

@@ -145,14 +145,14 @@ def test_positions_are_in_the_run_and_never_go_back_inside_a_portion(plan: DataP
 
 @pytest.mark.parametrize("wrong", ["num_samples", "batch_size", "epochs", "portion_batches", "batches_per_item"])
 def test_a_plan_of_nothing_is_refused_by_name(wrong: str) -> None:
-    with pytest.raises(ValueError, match=f"{wrong} is 0"):
+    with pytest.raises(ValueError, match=f"{wrong}=0: must be at least 1"):
         make_plan(**{wrong: 0})
 
 
 def test_a_portion_is_whole_work_items_and_fits_one_machine_word() -> None:
-    with pytest.raises(ValueError, match="not a multiple of 3"):
+    with pytest.raises(ValueError, match="must be a multiple of batches_per_item=3"):
         make_plan(portion_batches=4, batches_per_item=3)
-    with pytest.raises(ValueError, match="65 batches is too long"):
+    with pytest.raises(ValueError, match="portion_batches=65: must be at most 64"):
         make_plan(portion_batches=65)
 
 

@@ -531,8 +531,8 @@ def test_an_impossible_value_is_refused_also_in_a_group() -> None:
     [
         ("no_such_module:Lion", "cannot be imported"),
         ("torch.optim:Lion", "put Lion into a module that every node can import"),
-        ("torch.optim:lr_scheduler", "is no torch.optim.Optimizer"),
-        ("builtins:dict", "is no torch.optim.Optimizer"),
+        ("torch.optim:lr_scheduler", "is not a torch.optim.Optimizer"),
+        ("builtins:dict", "is not a torch.optim.Optimizer"),
     ],
 )
 def test_a_class_that_cannot_be_had_is_refused(name: str, reason: str) -> None:

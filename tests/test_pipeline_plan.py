@@ -134,21 +134,24 @@ def test_a_good_plan_passes() -> None:
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (pipeline(PlacedStage((0,), ("a", "b"))), "the plan does not place c: give each unit a stage"),
-        (pipeline(PlacedStage((0,), ("a", "b", "c", "a"))), "the plan places a more than once"),
+        (pipeline(PlacedStage((0,), ("a", "b"))), "the placement lacks c: give each unit a stage"),
+        (pipeline(PlacedStage((0,), ("a", "b", "c", "a"))), "the placement has a more than once"),
         (
             pipeline(PlacedStage((0,), ("a", "b", "c", "d"))),
-            "the plan places d, which three does not have: its units are a, b, c",
+            "the placement has d, which three does not have: its units are a, b, c",
         ),
         (pipeline(PlacedStage((0,), ("a",)), PlacedStage((0,), ("b", "c"))), "machine 0 has more than one stage"),
-        (pipeline(PlacedStage((3,), ("a", "b", "c"))), "uses machine 3 of 3: they are numbered from 0 to 2"),
+        (pipeline(PlacedStage((3,), ("a", "b", "c"))), "uses machine 3 of 3: use 0 to 2, or raise num_machines"),
         (pipeline(PlacedStage((), ("a", "b", "c"))), "stage 0 has no machine"),
         (pipeline(PlacedStage((0,), ("a", "b", "c")), PlacedStage((1,), ())), "stage 1 has no units"),
         (
             pipeline(PlacedStage((0,), ("b",)), PlacedStage((1,), ("a", "c"))),
             "b in stage 0 reads a of stage 1: in a pipeline",
         ),
-        (msgspec.structs.replace(GOOD, kind="partition"), "stage 0 is on 2 machines: only a pipeline has replicas"),
+        (
+            msgspec.structs.replace(GOOD, kind="partition"),
+            "stage 0 is on 2 machines, and in a partition each is on one",
+        ),
     ],
 )
 def test_a_wrong_plan_is_refused_with_what_to_change(plan: Placement, message: str) -> None:
@@ -174,7 +177,7 @@ def test_a_partition_has_one_batch_on_the_way() -> None:
 
 
 def test_machines_that_are_no_whole_groups_are_refused() -> None:
-    with pytest.raises(ValueError, match="5 machines are not a whole number of groups of 2"):
+    with pytest.raises(ValueError, match="5 machines are not a multiple of 2 machines per group: use 6 machines"):
         Resources(num_machines=5, network=LinkSpeed(machines_per_group=2))
 
 

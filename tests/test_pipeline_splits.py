@@ -93,7 +93,7 @@ def test_the_gradient_of_images_is_not_computed_when_nobody_wants_it() -> None:
 def test_wrong_images_and_kernels_are_reported() -> None:
     with pytest.raises(ValueError, match=r"a kernel of \(5, 5\) does not fit into an image of \(4, 4\)"):
         LocallyConnected2d(1, 1, 5, 4)
-    with pytest.raises(ValueError, match=r"made for images of shape \(1, 4, 4\), and got a batch of \(2, 1, 5, 4\)"):
+    with pytest.raises(ValueError, match=r"a batch of shape \(2, 1, 5, 4\): this layer requires \(N, 1, 4, 4\)"):
         LocallyConnected2d(1, 1, 3, 4)(torch.zeros(2, 1, 5, 4))
 
 

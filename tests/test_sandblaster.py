@@ -459,7 +459,7 @@ def test_when_it_stops(iteration: int, before: float, now: SearchPoint, why: str
         ({"history": 0}, "choose at least 1"),
         ({"c1": 0.9, "c2": 0.1}, "0 < c1 < c2 < 1"),
         ({"data_fraction": 0.0}, "both must be from 0 to 1"),
-        ({"weight_decay": -1.0}, "at least 0"),
+        ({"weight_decay": -1.0}, "choose 0 or more for each"),
     ],
 )
 def test_wrong_settings_are_reported_at_once(settings: dict[str, Any], says: str) -> None:

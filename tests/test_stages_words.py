@@ -135,9 +135,9 @@ def test_schedules_without_stages_are_refused(options: RunOptions) -> None:
 @pytest.mark.parametrize(
     "settings, told",
     [
-        ({"pipedream_2bw": True, "vertical_sync": True}, "so does vertical_sync: leave one of them out"),
-        ({"pipedream_2bw": True, "stash": False}, "so does stash=no: leave one of them out"),
-        ({"batches_per_update": 4}, "type pipedream_2bw=yes, too"),
+        ({"pipedream_2bw": True, "vertical_sync": True}, "and vertical_sync both set which versions are used"),
+        ({"pipedream_2bw": True, "stash": False}, "and stash=no both set which versions are used"),
+        ({"batches_per_update": 4}, "add pipedream_2bw=yes"),
         ({"pipedream_2bw": True, "batches_per_update": -1}, "must be at least the number of stages"),
     ],
 )
@@ -178,7 +178,7 @@ def test_a_plan_and_what_is_typed_must_agree(
 def test_a_plan_has_as_many_workers_as_machines_whatever_its_stages(tmp_path: Path) -> None:
     save(in_turn([0, 1, 0, 1, 0, 1]), tmp_path / "plan.json")
     told = refused(["sync", "batch_per_worker=true"], {"placement": tmp_path / "plan.json", "stages": 6})
-    assert "plan.json has 2 stages, not 6: omit --stages" in told
+    assert "--stages 6: the placement" in told and "plan.json has 2: omit --stages" in told
 
 
 def test_a_team_plan_whose_schedule_does_not_know_its_stages_is_refused() -> None:

@@ -1285,7 +1285,7 @@ def test_a_script_joins_once(monkeypatch: pytest.MonkeyPatch) -> None:
             train(model, optimizer, batch)
     with pytest.raises(ValueError, match="one `with rainband.join"):
         public_join(model, optimizer)
-    with pytest.raises(ValueError, match="needs an optimizer"):
+    with pytest.raises(ValueError, match="requires one optimizer or more"):
         public_join(model, [])
 
 

@@ -113,4 +113,7 @@ def newest(store: Store, tell: Callable[[str], None]) -> Checkpoint:
         return checkpoint
     if damaged:
         raise damaged[0]
-    raise ValueError(f"{store.describe()} has no checkpoint.")
+    raise ValueError(
+        f"{store.describe()} has no checkpoint: give another run (rainband checkpoints RUN lists those of a run), or "
+        "start one with --checkpoint-every."
+    )

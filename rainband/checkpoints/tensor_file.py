@@ -62,7 +62,9 @@ def encoded(tensors: Mapping[str, Tensor | bytes], state: str = "") -> tuple[byt
         if isinstance(tensor, bytes):
             dtype, shape, body = "U8", [len(tensor)], memoryview(tensor)
         elif str(tensor.dtype) not in NAMES:
-            raise ValueError(f"a checkpoint cannot have tensors of {tensor.dtype}: {name} is one.")
+            raise ValueError(
+                f"{name} is a tensor of {tensor.dtype}, which no checkpoint can hold: use one of {', '.join(NAMES)}."
+            )
         else:
             dtype, shape, body = NAMES[str(tensor.dtype)], list(tensor.shape), bytes_of(tensor)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + len(body)]}

@@ -45,7 +45,10 @@ def _plain(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
         return {"int": str(value)}
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise ValueError(f"a checkpoint cannot have a {type(value).__name__}: {path} is one.")
+    raise ValueError(
+        f"{path} is a {type(value).__name__}, which no checkpoint can hold: use tensors, numbers and strings, in "
+        "lists, tuples and dicts."
+    )
 
 
 def _nested(value: Any, tensor: Callable[[str], Tensor], depth: int) -> Any:

@@ -62,7 +62,7 @@ def load_algorithm(name: str, settings: Mapping[str, object] | None = None) -> A
     found: type[Algorithm] = find(ALGORITHMS, name)
     if not _is_algorithm(found):
         raise ValueError(
-            f"{name} is no all-reduce algorithm: make it a dataclass that inherits from "
+            f"{name} is not an all-reduce algorithm: make it a dataclass that inherits from "
             "rainband.collectives.algorithm.Algorithm."
         )
     return build(found, settings or {})

@@ -52,11 +52,17 @@ class FullBatch(Strategy):
         if not 1 <= self.n_push <= 64:
             raise ValueError(f"n_push={self.n_push}: choose from 1 to 64.")
         if self.iterations < 1 or self.first_step <= 0:
-            raise ValueError(f"iterations={self.iterations}, first_step={self.first_step}: both must be positive.")
+            raise ValueError(
+                f"iterations={self.iterations} first_step={self.first_step}: choose 1 iteration or more, and a first "
+                "step above 0, such as iterations=30 first_step=1."
+            )
         if not 0 < self.c1 < self.c2 < 1:
             raise ValueError(f"c1={self.c1}, c2={self.c2}: choose 0 < c1 < c2 < 1, such as 1e-4 and 0.9.")
         if min(self.weight_decay, self.gradient_tolerance, self.loss_tolerance) < 0:
-            raise ValueError("weight_decay and both tolerances must be at least 0.")
+            raise ValueError(
+                f"weight_decay={self.weight_decay} gradient_tolerance={self.gradient_tolerance} "
+                f"loss_tolerance={self.loss_tolerance}: choose 0 or more for each."
+            )
 
     @property
     def requires(self) -> Requirements:

@@ -197,7 +197,7 @@ def optimizer_class(name: str) -> type[Optimizer]:
             "node can import, and give module:Class."
         ) from error
     if not (isinstance(found, type) and issubclass(found, Optimizer)):
-        raise ValueError(f"'{name}' is no torch.optim.Optimizer: give a subclass of it as module:Class.")
+        raise ValueError(f"'{name}' is not a torch.optim.Optimizer: give a subclass of it as module:Class.")
     return found
 
 

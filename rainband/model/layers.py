@@ -71,14 +71,17 @@ class LocallyConnected2d(nn.Module):
         if min(height, width) < 1:
             raise ValueError(
                 f"a kernel of {self.kernel_size} does not fit into an image of {self.input_size} padded by "
-                f"{self.padding}: make it smaller."
+                f"{self.padding}: use a smaller kernel, or more padding."
             )
         return height, width
 
     def forward(self, x: Tensor) -> Tensor:
         wanted = (self.in_channels, *self.input_size)
         if x.dim() != 4 or tuple(x.shape[1:]) != wanted:
-            raise ValueError(f"the layer was made for images of shape {wanted}, and got a batch of {tuple(x.shape)}.")
+            raise ValueError(
+                f"a batch of shape {tuple(x.shape)}: this layer requires (N, {', '.join(map(str, wanted))}). Set "
+                "in_channels and input_size to those of your images."
+            )
         if self.padding != (0, 0):
             top, left = self.padding
             x = functional.pad(x, (left, left, top, top))

@@ -37,14 +37,18 @@ class DataPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: r
     def __post_init__(self) -> None:
         for name in ("num_samples", "batch_size", "epochs", "portion_batches", "batches_per_item"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: a plan needs at least 1.")
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1.")
         if self.drop_last and self.num_samples < self.batch_size:
-            raise ValueError(f"drop_last leaves no batch of {self.batch_size} of {self.num_samples} samples.")
+            raise ValueError(
+                f"batch_size={self.batch_size}: with drop_last, it must be at most {self.num_samples}, the samples of "
+                "the data. Use a smaller one, or omit drop_last."
+            )
         if self.portion_batches > MAX_PORTION_BATCHES:
-            raise ValueError(f"a portion of {self.portion_batches} batches is too long: at most 64.")
+            raise ValueError(f"portion_batches={self.portion_batches}: must be at most {MAX_PORTION_BATCHES}.")
         if self.portion_batches % self.batches_per_item:
             raise ValueError(
-                f"portions of {self.portion_batches} batches are not a multiple of {self.batches_per_item}."
+                f"portion_batches={self.portion_batches}: must be a multiple of "
+                f"batches_per_item={self.batches_per_item}."
             )
 
     @cached_property

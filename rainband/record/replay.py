@@ -243,7 +243,10 @@ class Replay:
                     actor.steps.close()
         left = sum(map(len, self.record.order.values()))
         if left and self.until == inf:
-            raise ValueError(f"the record does not fit: {left} updates could not be repeated.")
+            raise ValueError(
+                f"{left} recorded updates could not be repeated: the record is incomplete, or the task or the strategy "
+                "has changed since. Replay with the code of the run."
+            )
 
     def _everyone_goes_on(self) -> bool:
         return bool(sum(self._go_on(actor) for actor in self.actors.values()))  # `any` would stop at the first

@@ -112,6 +112,6 @@ def compensated(rule: Callable[[], Rule], strength: float, memory: float = 0.0) 
         raise ValueError(f"compensation_decay={memory}: choose 0 (always as strong) or more, below 1, such as 0.95.")
     if memory and not strength:
         raise ValueError(
-            f"compensation_decay={memory} needs a compensation, and there is none: add one, such as compensation=2."
+            f"compensation_decay={memory} requires compensation: add compensation=2, for example, or omit it."
         )
     return rule if not strength else lambda: Compensated(rule(), strength, memory)

@@ -416,7 +416,9 @@ def _check_simulation(options: RunOptions, name: str, requires: Requirements, si
     if requires.coordinated:
         raise OptionError(f"{time_only} computes no loss, and {name} needs it: omit {time_only}.")
     if size > 1:
-        raise OptionError(f"{time_only} does not work with stages: use rainband placement TASK with a schedule.")
+        raise OptionError(
+            f"{time_only} does not work with stages: omit it, or type rainband placement TASK --schedule all."
+        )
 
 
 def _check_unused(given: RunOptions, merged: RunOptions, name: str, requires: Requirements, size: int) -> None:

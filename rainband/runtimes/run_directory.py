@@ -39,7 +39,9 @@ def new_directory(root: Path, task: str, strategy: str) -> Path:
                 return path
     except OSError as error:
         raise OptionError(f"{opt('runs', root)}: {error.strerror}. Use a folder that can be written to.") from None
-    raise OptionError(f"{opt('runs', root)}: it has too many runs of this second. Clear it, or use another folder.")
+    raise OptionError(
+        f"{opt('runs', root)}: too many runs were started there in this second. Wait, or use another folder."
+    )
 
 
 @contextmanager

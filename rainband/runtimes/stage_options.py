@@ -47,9 +47,11 @@ def check_stages(options: RunOptions, name: str, requires: Requirements, placeme
     """Raise if the model cannot be split, or its batches scheduled, in this way."""
     stages, size = options.get("stages"), replica_size(options, placement, requires)
     if placement is not None and stages is not None and stages != (number := len(workers_of(placement))):
-        raise OptionError(f"{options.get('placement')} has {number} stages, not {stages}: omit {opt('stages')}.")
+        raise OptionError(
+            f"{opt('stages', stages)}: the placement {options.get('placement')} has {number}: omit {opt('stages')}."
+        )
     if placement is not None and options.get("split"):
-        raise OptionError(f"{opt('placement')} says which layers are split: omit {opt('split')}.")
+        raise OptionError(f"{opt('placement')} contains the splits of layers: omit {opt('split')}.")
     if size > (stages or 1) and placement is None and _interleaves(options):
         raise OptionError(f"interleaved has one worker for each stage, without shards: omit {opt('split')}.")
     if size == 1:

@@ -52,14 +52,14 @@ class Pipedream(OptimizerSettings, Strategy):
     def __post_init__(self) -> None:
         self.spec()
         if self.vertical_sync and not self.stash:
-            raise ValueError("vertical_sync keeps versions, and stash=no keeps none: leave one of them out.")
+            raise ValueError("vertical_sync=yes requires stored versions, and stash=no stores none: omit one of them.")
         if self.pipedream_2bw and (self.vertical_sync or not self.stash):
             other = "vertical_sync" if self.vertical_sync else "stash=no"
-            raise ValueError(f"pipedream_2bw says which versions are used, and so does {other}: leave one of them out.")
+            raise ValueError(f"pipedream_2bw=yes and {other} both set which versions are used: omit one of them.")
         if self.batches_per_update < 0 or (self.batches_per_update and not self.pipedream_2bw):
             raise ValueError(
                 f"batches_per_update={self.batches_per_update} requires pipedream_2bw=yes and must be at least the "
-                "number of stages: type pipedream_2bw=yes, too, or omit batches_per_update."
+                "number of stages: add pipedream_2bw=yes, or omit batches_per_update."
             )
 
     @property

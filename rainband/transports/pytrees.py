@@ -126,7 +126,10 @@ def outgoing(pytree: Any) -> Outgoing:
     except OverflowError:
         raise ValueError("a whole number of more than 64 bits cannot be sent: make it a float or a tensor.") from None
     except RecursionError:
-        raise ValueError("what is to be sent is nested too deep, or contains itself: send it flat.") from None
+        raise ValueError(
+            "a value to be sent is nested too deeply, or contains itself: let the model pass tensors, or flat lists "
+            "and dicts of them."
+        ) from None
     places, end = _places([tensor.numel() * tensor.element_size() for tensor in found])
     return Outgoing(structure, [(at, t) for at, t in zip(places, found, strict=True) if t.numel()], end)
 

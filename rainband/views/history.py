@@ -306,7 +306,7 @@ def find_run(root: Path, word: str) -> Path:
         return Path(word)
     if not runs:
         raise ValueError(
-            f"no runs in {root}: train something (rainband train digits downpour), or give their directory with --runs."
+            f"there are no runs in {root}: start one (rainband train digits), or give their directory with --runs."
         )
     if word == "last":
         return runs[0]

@@ -64,7 +64,10 @@ def resume(
         base = _base(facts) if file is None else msgspec.structs.replace(read_config(file), directory="")
         if base.script:
             if not Path(base.script).is_file():
-                raise ValueError(f"{run} is of the script {base.script}, which is not there: put it there again.")
+                raise ValueError(
+                    f"{run} is a run of the script {base.script}, which does not exist any more: restore it, or type "
+                    f"rainband run --resume {run} SCRIPT."
+                )
         else:
             search_current_folder()
             try:

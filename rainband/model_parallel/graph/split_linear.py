@@ -94,7 +94,10 @@ class AsPair(nn.Module):
             )
         if any(True for _ in between.parameters()):
             name = type(between).__name__
-            raise ValueError(f"{name} has parameters: only what works on each element can be between.")
+            raise ValueError(
+                f"{name}, between the two layers, has parameters: only elementwise layers without parameters, such as "
+                "ReLU, may be between them. Split the layers one by one."
+            )
         self.first, self.between, self.second = ByColumns(first, ways), between, ByRows(second, ways)
 
     def forward(self, x: Tensor) -> Tensor:

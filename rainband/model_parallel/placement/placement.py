@@ -102,14 +102,14 @@ def check(plan: Placement, profile: Profile, resources: Resources | None = None)
 def _check_units(plan: Placement, profile: Profile) -> None:
     placed = [unit for stage in plan.stages for unit in stage.units]
     if twice := sorted({unit for unit in placed if placed.count(unit) > 1}):
-        raise ValueError(f"the plan places {', '.join(twice)} more than once: give each unit one stage.")
+        raise ValueError(f"the placement has {', '.join(twice)} more than once: give each unit one stage.")
     if unknown := [unit for unit in placed if unit not in profile.position]:
         raise ValueError(
-            f"the plan places {', '.join(unknown)}, which {profile.model or 'the model'} does not have: its units are "
-            f"{', '.join(profile.names)}. Make a new plan if the model has changed."
+            f"the placement has {', '.join(unknown)}, which {profile.model or 'the model'} does not have: its units "
+            f"are {', '.join(profile.names)}. If the model has changed, make a new placement (rainband placement)."
         )
     if missing := [unit for unit in profile.names if unit not in placed]:
-        raise ValueError(f"the plan does not place {', '.join(missing)}: give each unit a stage.")
+        raise ValueError(f"the placement lacks {', '.join(missing)}: give each unit a stage.")
 
 
 def _check_machines(plan: Placement) -> None:
@@ -121,7 +121,10 @@ def _check_machines(plan: Placement) -> None:
             raise ValueError(f"stage {number} has no units: give it one, or remove it.")
         _check_ways(number, stage)
         if plan.kind == "partition" and len(stage.machines) > 1:
-            raise ValueError(f"stage {number} is on {len(stage.machines)} machines: only a pipeline has replicas.")
+            raise ValueError(
+                f"stage {number} is on {len(stage.machines)} machines, and in a partition each is on one: give it one "
+                'machine, or set kind to "pipeline".'
+            )
     twice = sorted({machine for machine in used if used.count(machine) > 1})
     if twice and (plan.kind == "partition" or not _are_dealt_in_turn(plan)):
         raise ValueError(
@@ -130,30 +133,30 @@ def _check_machines(plan: Placement) -> None:
         )
     if outside := [machine for machine in used if not 0 <= machine < plan.num_machines]:
         raise ValueError(
-            f"the plan uses machine {outside[0]} of {plan.num_machines}: they are numbered from 0 "
-            f"to {plan.num_machines - 1}."
+            f"the placement uses machine {outside[0]} of {plan.num_machines}: use 0 to {plan.num_machines - 1}, or "
+            "raise num_machines."
         )
 
 
 def _check_ways(number: int, stage: PlacedStage) -> None:
-    """Raise ValueError if the machines of a stage with split layers are not as many for each of its shares."""
+    """Raise ValueError unless a stage with split layers has equally many machines for each of their shards."""
     if min(stage.split.values(), default=0) < 0 or len(stage.machines) % stage.ways:
         raise ValueError(
             f"stage {number} divides its units among {stage.ways} machines and has {len(stage.machines)}: give it a "
             f"multiple of {stage.ways}."
         )
     if empty := [way for way in range(stage.ways) if not stage.units_of(way)]:
-        raise ValueError(f"stage {number} has no unit for the machine with index {empty[0]}: place one there.")
+        raise ValueError(f"stage {number} has no unit for its machine {empty[0]} (from 0): assign one in split.")
     if unknown := [unit for unit in stage.split if unit not in stage.units]:
         raise ValueError(f"stage {number} splits {', '.join(unknown)}, which it does not have: remove it from split.")
 
 
 def _are_dealt_in_turn(plan: Placement) -> bool:
-    """Raise ValueError unless stage s is on machine s mod P and all machines have equally many stages."""
-    homes = [stage.machines for stage in plan.stages]
-    count = len(set(homes))
-    rounds = len(homes) // count
-    return max(map(len, homes)) == 1 and count > 1 and homes == homes[:count] * rounds
+    """Return True if stage s is on machine s mod P and all machines have equally many stages."""
+    machines = [stage.machines for stage in plan.stages]
+    count = len(set(machines))
+    rounds = len(machines) // count
+    return max(map(len, machines)) == 1 and count > 1 and machines == machines[:count] * rounds
 
 
 def _check_direction(plan: Placement, profile: Profile) -> None:
@@ -170,12 +173,12 @@ def _check_direction(plan: Placement, profile: Profile) -> None:
 def _check_memory(plan: Placement, profile: Profile, resources: Resources) -> None:
     of_machine: dict[int, int] = {}
     for number, (stage, needed) in enumerate(zip(plan.stages, memory(plan, profile, resources), strict=True)):
-        home = stage.machines[0]
-        of_machine[home] = of_machine.get(home, 0) + needed
-        if resources.memory_bytes and of_machine[home] > resources.memory_bytes:
+        first = stage.machines[0]
+        of_machine[first] = of_machine.get(first, 0) + needed
+        if resources.memory_bytes and of_machine[first] > resources.memory_bytes:
             raise ValueError(
                 f"stage {number} ({', '.join(stage.units[:3])}{', …' if len(stage.units) > 3 else ''}) needs "
-                f"{of_machine[home]:,} bytes and a machine has {resources.memory_bytes:,}: move a unit to another "
+                f"{of_machine[first]:,} bytes and a machine has {resources.memory_bytes:,}: move a unit to another "
                 "stage, or use more machines."
             )
 

@@ -133,7 +133,11 @@ class LinkSpeed(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.bytes_per_s <= 0 or min(self.latency_s, self.between_bytes_per_s, self.between_latency_s) < 0:
-            raise ValueError("a network needs bytes_per_s above 0, and no speed or latency below 0.")
+            raise ValueError(
+                f"bytes_per_s={self.bytes_per_s} latency_s={self.latency_s} between_bytes_per_s="
+                f"{self.between_bytes_per_s} between_latency_s={self.between_latency_s}: the first must be above 0, "
+                "the others at least 0."
+            )
         if self.machines_per_group < 0:
             raise ValueError(f"machines_per_group={self.machines_per_group}: give 1 or more, or 0 for one group.")
 
@@ -164,14 +168,16 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.num_machines < 1:
-            raise ValueError(f"num_machines is {self.num_machines}, and must be at least 1.")
+            raise ValueError(f"num_machines={self.num_machines}: must be at least 1.")
         if self.memory_bytes < 0 or self.state_copies < 0:
-            raise ValueError("memory_bytes and state_copies cannot be below 0.")
+            raise ValueError(
+                f"memory_bytes={self.memory_bytes} state_copies={self.state_copies}: both must be at least 0."
+            )
         per_group = self.network.machines_per_group
         if per_group and self.num_machines % per_group:
             raise ValueError(
-                f"{self.num_machines} machines are not a whole number of groups of {per_group}: choose another "
-                "number of machines, or of machines per group."
+                f"{self.num_machines} machines are not a multiple of {per_group} machines per group: use "
+                f"{-(-self.num_machines // per_group) * per_group} machines, or groups of another size."
             )
 
     def fits(self, parameter_bytes: int, activation_bytes: int, in_flight: int) -> bool:

@@ -45,7 +45,7 @@ def splits_of(typed: Sequence[str]) -> dict[str, str]:
     for words in typed:
         layer = parse_split(words).layer
         if layer in found:
-            raise ValueError(f"'{layer}' is split twice: give one split for each layer.")
+            raise ValueError(f"--split {layer} is given twice: give each layer once.")
         found[layer] = words.rpartition("=")[2]
     return found
 

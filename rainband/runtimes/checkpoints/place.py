@@ -48,7 +48,7 @@ def find(place: str, tell: Callable[[str], None]) -> Checkpoint:
             config = msgspec.json.decode((path / "config.json").read_bytes(), type=RunConfig)
             return newest(store_of(msgspec.structs.replace(config, directory=str(path))), tell)
         if not path.is_dir():
-            raise ValueError(f"there is no run or checkpoint {place}: rainband runs lists the runs.")
+            raise ValueError(f"there is no run or checkpoint {place}: type rainband runs to list the runs, or a path.")
         if (path / FOLDER).is_dir():
             return newest(open_store(str(path / FOLDER)), tell)
     return newest(open_store(place), tell)

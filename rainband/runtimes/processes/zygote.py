@@ -171,7 +171,7 @@ class Zygote:
         """
         _check_entry(entry)
         if threads is not None and threads < 1:
-            raise ValueError(f"threads is {threads}, and must be 1 or more (--threads).")
+            raise ValueError(f"threads={threads}: must be at least 1 (--threads).")
         if len(fds) >= MAX_FDS:
             raise ValueError(f"a process can be given at most {MAX_FDS - 1} files, not {len(fds)}.")
         token = self._num_jobs

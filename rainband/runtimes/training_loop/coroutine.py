@@ -89,7 +89,10 @@ class LoopWorker:
 
     @property
     def models(self) -> Models:
-        raise ValueError("models of workers are not exchanged in a custom training loop.")
+        raise ValueError(
+            "this strategy exchanges the models of workers, which a custom training loop with servers cannot: use "
+            "rainband train or rainband.fit."
+        )
 
     def optimizer(self, spec: OptimizerSpec, schedule: Schedule, counts: bool = True) -> UsersOptimizer:
         """Return the user's optimizer instead of the strategy's choice."""
