@@ -25,6 +25,7 @@ COMMANDS = (
         "explain",
         "runs",
         "reports.dashboard",
+        "reports.compare",
         "export",
         "replay",
         "timeline",

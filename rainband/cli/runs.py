@@ -1,4 +1,4 @@
-"""`rainband runs`: list runs, show one, compare two."""
+"""`rainband runs`: list runs, show one."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from rainband.cli.report_errors import report_errors
 def register(app: typer.Typer) -> None:
     group = typer.Typer(
         cls=CommandGroup,
-        help="List runs, show one, compare two.",
+        help="List runs, show one.",
         rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     group.callback(invoke_without_command=True)(list_them)
     group.command("show", cls=ExampleCommand)(show)
-    group.command("compare", cls=ExampleCommand)(compare)
     app.add_typer(group, name="runs")
 
 
@@ -70,25 +69,3 @@ def show(
         typer.echo(to_json({**as_record(found), "progress": found.so_far.progress}))
         return
     print_lines(shown(found))
-
-
-def compare(
-    first: Run,
-    second: Run,
-    runs: RunsDirectory = Path("runs"),
-    as_json: PrintJson = False,
-) -> None:
-    """Compare two runs: the settings that differ, and the results.
-
-    \b
-    rainband runs compare last NAME
-    """
-    from rainband.views.history import find_run, read_run
-    from rainband.views.runs_text import as_record, compared, to_json
-
-    with report_errors():
-        pair = [read_run(find_run(runs, word)) for word in (first, second)]
-    if as_json:
-        typer.echo(to_json([as_record(run) for run in pair]))
-        return
-    print_lines(compared(*pair))

@@ -1,4 +1,4 @@
-"""Text of past runs: a list of them, one in full, two compared."""
+"""Text of past runs: a list of them, one in full, the settings and results of two."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Comparison of strategies by what their runs have measured: time to a target, complexity, stability, cost."""
