@@ -232,6 +232,10 @@ class StageOptions(TypedDict, total=False):
         ),
     ]
     schedule: Annotated[str | None, Option("With --stages: one_f_one_b, gpipe or interleaved.", "NAME", "one_f_one_b")]
+    recompute: Annotated[
+        bool | None,
+        Option("With --stages or --split: compute each stage again before its backward pass, which takes less memory."),
+    ]
     stages_per_worker: Annotated[int | None, Option("With --schedule interleaved: stages per worker.", "N", "2", min=2)]
 
 

@@ -26,7 +26,7 @@ from rainband.protocol import events
 from rainband.runtimes.simulation.run import run
 from tests.pipeline_models import one_thread  # noqa: F401 (a fixture for all)
 from tests.split_tasks import Unsplit
-from tests.stage_tasks import whole_gradient, worker_of
+from tests.stage_tasks import Shaped, planned, whole_gradient, worker_of
 from tests.test_stages import BATCH
 from tests.test_stages_sim import Seen
 
@@ -202,3 +202,42 @@ def test_hybrids_split_layers_whose_weights_are_larger_than_their_values() -> No
         "data parallel: only linear layers are split (6.0 kB of gradients a batch)",
         "model parallel",
     ]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("name, stages, width, splits", SHAPES)
+def test_recomputing_changes_no_bit(
+    name: str, stages: int, width: int, splits: dict[str, str], microbatches: int, schedule: str
+) -> None:
+    task = Unsplit(name)
+    plan = msgspec.structs.replace(plan_for(task, stages, width, splits, microbatches), schedule=schedule)
+
+    def gradients(recompute: bool) -> list[torch.Tensor | None]:
+        network = MemoryNetwork(plan.size)
+        again = msgspec.structs.replace(plan, recompute=recompute)
+        workers = [worker_of(task, again, rank, network) for rank in range(plan.size)]
+        return [tensor for found in run_together([w.gradient(BATCH) for w in workers]) for tensor in found.tensors]
+
+    for kept, recomputed in zip(gradients(False), gradients(True), strict=True):
+        assert (kept is None) == (recomputed is None)
+        assert kept is None or recomputed is None or torch.equal(kept, recomputed)
+
+
+@pytest.mark.parametrize("name", ["tied", "transformer", "on_shapes", "skips", "recurrent"])
+def test_recomputing_draws_the_same_numbers_and_counts_buffers_once(name: str) -> None:
+    task = Shaped(name)
+
+    def trained_once(recompute: bool) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
+        plan = planned(task, 2, microbatches=2, recompute=recompute)
+        network = MemoryNetwork(2)
+        workers = [worker_of(task, plan, rank, network) for rank in range(2)]
+        gradients = run_together([worker.gradient(BATCH) for worker in workers])
+        buffers = [buffer.clone() for worker in workers for buffer in worker.module.buffers()]
+        return [tensor for gradient in gradients for tensor in gradient.tensors], buffers
+
+    (kept, buffers), (recomputed, buffers_again) = trained_once(False), trained_once(True)
+    for one, again in zip(kept, recomputed, strict=True):
+        assert (one is None) == (again is None)
+        assert one is None or again is None or torch.equal(one, again)
+    assert len(buffers) == len(buffers_again) and all(map(torch.equal, buffers, buffers_again))

@@ -111,7 +111,9 @@ def configure(
         **{name: value for name, value in resolved.items() if name in PLAIN_FIELDS},
     )
     _check_unused(given, merged, base.strategy, strategy.requires, size)
-    known = base.stage_plan is not None and not _any(given, "stages", "split", "placement", *PIPELINE_OPTIONS)
+    known = base.stage_plan is not None and not _any(
+        given, "stages", "split", "placement", "recompute", *PIPELINE_OPTIONS
+    )
     if make_task is not None and size > 1 and not known:
         config = _in_stages(config, make_task, resolved, placement, size, say)
     return with_checkpoints(config, given, strategy.requires, say)
@@ -127,6 +129,7 @@ def _in_stages(
 ) -> RunConfig:
     """Split the model into stages, which is measured for this."""
     simulated = config.runtime == "sim"
+    before = config.stage_plan is not None and config.stage_plan.recompute
     stages, splits = resolved.get("stages") or 1, typed_splits(resolved)
     wide = WideStages(stages, splits) if placement is None and (splits or size > stages) else None
     how = "counting the multiplications of" if simulated else "measuring"
@@ -141,6 +144,7 @@ def _in_stages(
         seed=config.seed,
         threads=None if simulated else config.threads,
     )
+    stage_plan = msgspec.structs.replace(stage_plan, recompute=bool(resolved.get("recompute", before)))
     for line in stage_lines(stage_plan):
         say(line)
     return msgspec.structs.replace(config, stage_plan=stage_plan)

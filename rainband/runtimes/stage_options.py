@@ -60,6 +60,8 @@ def check_stages(options: RunOptions, name: str, requires: Requirements, placeme
         for given in PIPELINE_OPTIONS:
             if given in options and given != "microbatches":
                 raise OptionError(f"{opt(given)} is for a model in several stages: also use {opt('stages', 2)}.")
+        if options.get("recompute"):
+            raise OptionError(f"{opt('recompute', True)} is for a model in stages: also use {opt('stages', 2)}.")
         if options.get("microbatches") and options.get("time_only"):
             raise OptionError(
                 f"{opt('microbatches')}: with {opt('time_only', True)}, no batch is computed, so omit it."
@@ -115,6 +117,8 @@ def _check_schedule(options: RunOptions, name: str, requires: Requirements) -> N
         raise OptionError(
             f"pipedream_2bw is never flushed: use pipedream pipedream_2bw=yes, and omit {opt('schedule')}."
         )
+    if requires.stages is not None and options.get("recompute"):
+        raise OptionError(f"{name} has a setting for it: use recompute=yes, and omit {opt('recompute', True)}.")
     if requires.stages is not None and _any(options, *PIPELINE_OPTIONS):
         raise OptionError(
             f"{name} has its own schedule: omit {opt('microbatches')}, {opt('schedule')} and "

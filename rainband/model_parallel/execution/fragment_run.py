@@ -12,8 +12,10 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, fx
+from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
+from rainband.model.seeds import all_random_states, restore_random_states
 from rainband.model_parallel.graph.fragments import FragmentLayout, as_module
 from rainband.model_parallel.graph.graph import Cut, tensors_in
 
@@ -74,6 +76,35 @@ class AtLiveWeights:
                 if parameter.grad.data_ptr() in taken:
                     parameter.grad = parameter.grad.clone()
                 taken.add(parameter.grad.data_ptr())
+
+
+class Recomputing(AtLiveWeights):
+    """Keeps only the inputs of fragments, and computes them again before the backward: less memory, more time."""
+
+    def forward(self, index: int, given: Sequence[Any]) -> Sequence[Any]:
+        module, states = self.modules[index], all_random_states()
+        with torch.no_grad():
+            results: Sequence[Any] = module(*given)
+        if not torch.is_grad_enabled():
+            return results
+        self.kept[index] = given, [states]
+        learns = any(tensor.requires_grad for tensor in [*tensors_in(list(given)), *module.parameters()])
+
+        def leaf(tensor: Tensor) -> Tensor:
+            return tensor.detach().requires_grad_(learns and tensor.is_floating_point())
+
+        return pytree.tree_map_only(Tensor, leaf, results)  # type: ignore[no-any-return]
+
+    def backward(self, index: int, gradients: Sequence[Gradients]) -> list[Gradients]:
+        given, (states,) = self.kept[index]
+        module, before = self.modules[index], all_random_states()
+        copies = {name: buffer.clone() for name, buffer in module.named_buffers()}  # the forward has counted already
+        restore_random_states(states)
+        with torch.enable_grad():
+            results = functional_call(module, copies, tuple(given), tie_weights=False)
+        restore_random_states(before)
+        self.kept[index] = given, results
+        return super().backward(index, gradients)
 
 
 @dataclass(frozen=True)

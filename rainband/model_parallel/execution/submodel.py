@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from rainband.model.flat_parameters import Flat
-from rainband.model_parallel.execution.fragment_run import FragmentRun
+from rainband.model_parallel.execution.fragment_run import FragmentRun, Recomputing
 from rainband.model_parallel.execution.init_parameters import init_parameters
 from rainband.model_parallel.execution.microbatch_run import TimeShares
 from rainband.model_parallel.graph.eval_graph import cut_for_evaluation, placed_alike
@@ -118,7 +118,8 @@ class Submodel:
 
     def new_run(self) -> FragmentRun:
         """Return a run for one more microbatch at the same time."""
-        return FragmentRun(self.cut, self.layout, self.machine, self.modules)
+        compute = Recomputing(self.modules) if self.plan.recompute else None
+        return FragmentRun(self.cut, self.layout, self.machine, self.modules, compute)
 
     def fragments(self, action: Action) -> list[int]:
         """Return the fragments of an action: those of a stage, or in a partition all that are here."""

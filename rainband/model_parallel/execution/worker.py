@@ -122,7 +122,7 @@ class StageWorker(ModuleWorker):
             client.open_rounds_with(self._opened_for_all)
         self.samples_seen = 0  # samples
         self.before_item: Callable[[], None] | None = None  # evaluates now and then; on the leader
-        self.fragment_runs = [self.submodel.first]
+        self.fragment_runs = [self.submodel.new_run()]
         links.watch_ends()
 
     @property

@@ -49,6 +49,7 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
     schedule: Flushing = "one_f_one_b"
     example_size: int = 4  # samples with which the model is traced
     seed: int = 0  # of the first values, where each machine makes its own (deferred)
+    recompute: bool = False  # compute fragments again before their backward, instead of keeping their activations
     profile: Profile | None = None  # of a batch, as measured: gives fragments their times in a simulation
     microbatch_profile: Profile | None = None  # of a microbatch: a small one takes more than its fraction of a batch
 
