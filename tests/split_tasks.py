@@ -89,7 +89,11 @@ def net() -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(16, 4), nn.ReLU(), nn.Linear(4, 2))
 
 
-WHOLE: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "net": net}
+def dropping() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.5), nn.Linear(16, 16), nn.Dropout(0.5), nn.Linear(16, 2))
+
+
+WHOLE: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "net": net, "dropping": dropping}
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,7 @@ SHAPES = [
     ("net", 2, 4, {"0:4": "2x2", "5": "2"}),  # tiles, and two replicas of two shards
     ("net", 1, 2, {"0:4": "1x2"}),
 ]
+RANDOM = ("dropping", 2, 2, {"2": "2"})  # not the numbers of one process: fragments draw their own
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
@@ -206,7 +207,7 @@ def test_hybrids_split_layers_whose_weights_are_larger_than_their_values() -> No
 
 @pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
 @pytest.mark.parametrize("microbatches", [1, 4])
-@pytest.mark.parametrize("name, stages, width, splits", SHAPES)
+@pytest.mark.parametrize("name, stages, width, splits", [*SHAPES, RANDOM])
 def test_recomputing_changes_no_bit(
     name: str, stages: int, width: int, splits: dict[str, str], microbatches: int, schedule: str
 ) -> None:
