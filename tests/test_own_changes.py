@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
+from torch.utils.data import TensorDataset
 
 from rainband.strategies.single import Single
 from rainband.strategies.soft_sync import SoftSync
@@ -89,6 +90,51 @@ def test_a_change_at_the_end_is_reported_and_keeps_the_trained_model(capsys: pyt
     assert "has changed the parameter 0.weight itself" in capsys.readouterr().err
     for a, b in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a, b)
+
+
+LARGE = TensorDataset(torch.randn(40, 100), torch.randint(0, 3, (40,)))
+
+
+def large_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(100, 50), nn.ReLU(), nn.Linear(50, 3))  # only some of its elements are compared
+
+
+@pytest.mark.parametrize("strategy", [PLAIN, Sync(batch_per_worker=True)], ids=["downpour", "sync"])
+@pytest.mark.parametrize("when", [1, 3])
+def test_a_change_of_one_element_of_many_is_noticed(when: int, strategy: Strategy) -> None:
+    model = large_net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    steps = 0
+    with pytest.raises(ValueError, match="has changed the parameter 0.weight itself"):
+        with joined(model, optimizer, OneProcess(strategy)) as run:
+            for batch in run.batches(LARGE, batch_size=4):
+                train(model, optimizer, batch)
+                steps += 1
+                if steps == when:
+                    with torch.no_grad():
+                        model[0].weight[7, 33] = 0.0  # type: ignore[index]
+    assert steps == when
+
+
+@pytest.mark.parametrize("writes", [1, 2])
+def test_a_loop_that_takes_changes_back_and_then_keeps_one_is_told_its_name(writes: int) -> None:
+    """From the first change on that is taken back, all elements are compared."""
+    model = large_net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    steps = 0
+    with pytest.raises(ValueError, match="has changed the parameter 0.weight itself"):
+        with joined(model, optimizer, OneProcess()) as run:
+            for batch in run.batches(LARGE, batch_size=4):
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.add_(0.3).sub_(0.3)
+                train(model, optimizer, batch)
+                steps += 1
+                with torch.no_grad():
+                    for _ in range(writes if steps == 4 else 0):
+                        model[0].weight[7, 33] += 0.5  # type: ignore[index, operator]
+    assert steps == 4
 
 
 @pytest.mark.parametrize("strategy", [PLAIN, Sync(batch_per_worker=True)], ids=["downpour", "sync"])

@@ -59,9 +59,11 @@ def _values(gradient: Tensor) -> Tensor:
 
 
 class ParameterWatch:
-    """Notices parameters that the loop itself changes, by comparing some of their elements.
+    """Notices parameters that the loop itself changes. Servers hold the parameters, and would overwrite the change.
 
-    Servers hold the parameters, and would overwrite the change.
+    Their version counters rise with each change in place, but with none of the run, and with none made through `.data`:
+    so some elements are compared, too. A checksum tells a change from one that was taken back. Where that is not
+    enough, copies are kept from then on.
     """
 
     def __init__(self, flat: Flat) -> None:
@@ -70,6 +72,10 @@ class ParameterWatch:
         self.names = [spec.name for spec in flat.layout.parameters]
         self.places = [self._places(number) for number in range(len(flat.vectors))]
         self.seen: list[tuple[Tensor, Tensor]] = []  # per vector: positions, and the values there
+        self.versions: list[int] = []
+        self.sums: list[Tensor] = []  # per vector
+        self.copies: list[Tensor] = []  # of the vectors, in a loop that takes changes back
+        self.keeps_copies = False
 
     def _places(self, vector: int) -> tuple[Tensor, ...]:
         """Return the number of the parameter, its start, its size and an offset in it, of each compared element."""
@@ -88,16 +94,52 @@ class ParameterWatch:
         for memory, (_, starts, sizes, offsets) in zip(self.flat.vectors, self.places, strict=True):
             at = (starts + (offsets + self.turn) % sizes).to(memory.device)
             self.seen.append((at, memory[at]))
+        self.versions = [parameter._version for parameter in self.flat.parameters]
+        self.sums = [checksum(memory) for memory in self.flat.vectors]
+        self.copies = [memory.clone() for memory in self.flat.vectors] if self.keeps_copies else []
 
     def changed(self) -> str:
         """Return the name of a parameter that has other values than at the last `note`; empty: none is known."""
         for memory, (at, before), (numbers, *_) in zip(self.flat.vectors, self.seen, self.places, strict=True):
-            now = memory[at]
-            if torch.equal(now.view(torch.uint8), before.view(torch.uint8)):
-                continue
-            # What adds and subtracts the same, such as a perturbation for one backward pass, leaves rounding errors.
-            rounding = 8 * torch.finfo(now.dtype).eps
-            same = torch.isclose(now, before, rtol=rounding, atol=rounding * float(before.abs().max()), equal_nan=True)
-            if not same.all():
-                return self.names[int(numbers[int((~same).nonzero()[0])])]
+            if (place := different(memory[at], before)) is not None:
+                return self.names[int(numbers[place])]
+        written = [now._version - before for now, before in zip(self.flat.parameters, self.versions, strict=True)]
+        if any(written) and any(
+            bool(checksum(memory) != before) for memory, before in zip(self.flat.vectors, self.sums, strict=True)
+        ):
+            return self._changed_elsewhere(written)
         return ""
+
+    def _changed_elsewhere(self, written: list[int]) -> str:
+        """Return the name of a parameter with changes in other elements than those that are compared."""
+        if self.copies:
+            for vector, (memory, before) in enumerate(zip(self.flat.vectors, self.copies, strict=True)):
+                if (place := different(memory, before)) is not None:
+                    return self._name_at(vector, place)
+            return ""
+        self.keeps_copies = True
+        once = [name for name, times in zip(self.names, written, strict=True) if times == 1]
+        return once[0] if once else ""  # what was written once was not taken back
+
+    def _name_at(self, vector: int, place: int) -> str:
+        there = (spec for spec in self.flat.layout.parameters if spec.vector == vector)
+        return next(spec.name for spec in there if spec.start <= place < spec.start + spec.numel)
+
+
+def different(now: Tensor, before: Tensor) -> int | None:
+    """Return the place of an element that differs by more than rounding errors; None if none does.
+
+    What adds and subtracts the same, such as a perturbation for one backward pass, leaves rounding errors.
+    """
+    if torch.equal(now.view(torch.uint8), before.view(torch.uint8)):
+        return None
+    rounding = 8 * torch.finfo(now.dtype).eps
+    same = torch.isclose(now, before, rtol=rounding, atol=rounding * float(before.abs().max()), equal_nan=True)
+    return None if same.all() else int((~same).nonzero()[0])
+
+
+def checksum(memory: Tensor) -> Tensor:
+    """Return the sum of the bits: reading the memory is all that it costs."""
+    bits = memory.view(torch.uint8)
+    whole = len(bits) - len(bits) % 8
+    return bits[:whole].view(torch.int64).sum() + bits[whole:].sum()
