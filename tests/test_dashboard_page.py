@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from pathlib import Path
@@ -24,6 +25,11 @@ from rainband.views.dashboard.span_window import MAX_SHOWN, SpanWindow
 from rainband.views.spans import Span
 from tests.dashboard_runs import HOSTILE, made_run, measured, written
 
+UPLOT = {  # uPlot 1.6.32, as npm has it: npm pack uplot@1.6.32, folder dist
+    "LICENSE": "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",
+    "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+    "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+}
 MAX_BYTES = 128_000  # of an answer, for any run
 RUN = made_run(num_workers=3, seconds=8, lost=[2])
 LINES = b"".join(msgspec.json.encode(event) + b"\n" for event in RUN)
@@ -305,6 +311,13 @@ def test_joined_modules_have_every_module_once() -> None:
     modules = {path.stem for path in STATIC.glob("*.js")}
     assert {name for name in modules if script.count(f"modules.{name} = (() =>") == 1} == modules
     assert not re.search(r"^(import|export)\b", script, re.MULTILINE)
+
+
+def test_the_library_for_curves_is_the_published_one_with_its_license() -> None:
+    folder = STATIC / "uplot"
+    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+    assert digests == UPLOT
+    assert "MIT License" in (folder / "LICENSE").read_text()
 
 
 @pytest.mark.parametrize("path", sorted(STATIC.glob("*.js")), ids=lambda path: path.stem)

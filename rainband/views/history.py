@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
@@ -189,14 +189,16 @@ class RunSoFar:
         rate = self.per_s
         return (self.samples - self.samples_done) / rate if rate > 0 and self.samples else None
 
-    def workers(self) -> list[WorkerNow]:
-        """Return every worker that has joined so far, by number."""
+    def workers(self, only: Collection[int] | None = None) -> list[WorkerNow]:
+        """Return every worker that has joined so far, by number; or only these."""
         if self.last is None:
             return []
         rates = self.last.steps_per_s if self.unit == "step" else self.last.samples_per_s
         shares = self._waiting_shares()
         slow = self._slow(rates, shares)
-        known = {int(node.split()[1]) for node in self.joined if node.startswith("worker ")} | set(rates)
+        known = set(only or ())
+        if only is None:
+            known = {int(node.split()[1]) for node in self.joined if node.startswith("worker ")} | set(rates)
         return [
             WorkerNow(
                 index=i,

@@ -13,6 +13,7 @@ from rainband.views.formatting import count, duration, short
 from rainband.views.history import MUCH_WAITING, SLOW
 
 MAX_SENTENCES = 4
+MAX_LOST = 64  # of very many workers
 MUCH_HELD = 0.2  # of all waiting, because of one worker
 WORTH_A_WORD_S = 0.05  # of waiting in all, per worker
 MANY_WAIT = 0.3  # of the time
@@ -53,7 +54,11 @@ def workers_of(folded: Folded, is_over: bool) -> dict[int, WorkerFacts]:
     sums = totals(nodes) if nodes else {}
     began_s = so_far.training.began_s or 0.0
     length_s = max(1e-9, (so_far.last.at_s if so_far.last else 0.0) - began_s)
-    now = {worker.index: worker for worker in so_far.workers()}
+    only = None
+    if nodes is not None and nodes.num_workers > len(nodes.workers):  # of the others, nothing is known one by one
+        lost = [node.removeprefix("worker ") for node in so_far.lost if node.startswith("worker ")]
+        only = {*nodes.workers, *map(int, lost[-MAX_LOST:])}
+    now = {worker.index: worker for worker in so_far.workers(only)}
     facts = {}
     for rank in sorted({*now, *sums}):
         worker, sum_ = now.get(rank), sums.get(rank)

@@ -161,16 +161,23 @@ class RunPage:
 
     def __init__(self, file: RunFile) -> None:
         self.file = file
+        self.counted: tuple[tuple[int, bool], dict[int, WorkerFacts]] = (-1, False), {}  # the last ones, and of when
 
     @property
     def folded(self) -> Folded:
         return self.file.folded
 
+    def _workers(self) -> dict[int, WorkerFacts]:
+        moment = self.folded.num_events, self.file.is_over
+        if self.counted[0] != moment:
+            self.counted = moment, workers_of(self.folded, is_over=self.file.is_over)
+        return self.counted[1]
+
     def now(self) -> Now:
         """Return the state of the run."""
         folded, so_far, state = self.folded, self.folded.so_far, self.file.state
         started, plan, last, ended, nodes = so_far.started, so_far.plan, so_far.last, so_far.ended, folded.nodes
-        workers = workers_of(folded, is_over=self.file.is_over)
+        workers = self._workers()
         chosen = chosen_ranks(folded, workers)
         num_servers = started.num_servers if started else 0
         at_s = ended.seconds if ended else so_far.at_s
@@ -247,7 +254,7 @@ class RunPage:
     def history(self, sent: Sent = NOTHING) -> tuple[PageHistory, Sent]:
         """Return the history that a page has not received yet, and what it has with it."""
         folded = self.folded
-        chosen = chosen_ranks(folded, workers_of(folded, is_over=self.file.is_over))
+        chosen = chosen_ranks(folded, self._workers())
         columns, joins = readable(folded.strips.columns, len(chosen))
         version = (folded.curve.thinned, folded.strips.per_column, joins, *chosen)
         if version != sent.version:
