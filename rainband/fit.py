@@ -95,6 +95,8 @@ def fit(
         made, config.num_replicas, called="replicas of the model" if config.stage_plan else "workers"
     ):
         warnings.warn(text, stacklevel=2)
+    if config.stage_plan is not None and config.stage_plan.loss_note:
+        warnings.warn(config.stage_plan.loss_note, stacklevel=2)
     carried = {
         "task": None if _named(task, TASKS)[0] else task,
         "strategy": None if _named(made, STRATEGIES)[0] else made,

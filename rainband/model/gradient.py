@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rainband.model.flat_parameters import BlockTensors, is_finite
+from rainband.protocol.accounting import NOT_FINITE
 from rainband.protocol.data_plan import BatchRange, PushId, ranges
 
 if TYPE_CHECKING:
@@ -23,11 +24,20 @@ if TYPE_CHECKING:
 class Gradient:
     """Gradients of a module's parameters, and the batches they were computed from."""
 
-    def __init__(self, tensors: list[Tensor | None], batches: tuple[Batch, ...], samples: int, loss: float) -> None:
+    def __init__(
+        self,
+        tensors: list[Tensor | None],
+        batches: tuple[Batch, ...],
+        samples: int,
+        loss: float,
+        weight: float | None = None,
+    ) -> None:
         self.tensors = tensors
         self.batches = batches
         self.samples = samples
         self.loss = loss  # mean over the samples
+        self.weight = samples if weight is None else weight  # in a mean with other parts of the batch
+        self.left_out = ""  # why it is skipped, although nothing is wrong with it
         self.began: int | None = None  # the worker's clock when it began to compute it
         self.read: tuple[int, ...] | None = None  # the version of each block at which it was computed
 
@@ -35,6 +45,11 @@ class Gradient:
     def is_finite(self) -> bool:
         """Return True if the gradient is finite, checked once for the worker's own step and for the push."""
         return is_finite(self.tensors)
+
+    @property
+    def skip(self) -> str:
+        """Return why its batches are skipped; empty: they are not."""
+        return self.left_out or ("" if self.is_finite else NOT_FINITE)
 
     def block_values(self, flat: Flat, block: BlockSpec) -> BlockValues:
         """Return what is pushed to one block."""
@@ -52,8 +67,9 @@ class Gradient:
         pairs = zip(self.tensors, other.tensors, strict=True)
         tensors = [(None if b is None else b.mul_(times)) if a is None else a for a, b in pairs]
         samples = self.samples + other.samples
-        loss = (self.loss * self.samples + other.loss * other.samples) / max(1, samples)
-        total = Gradient(tensors, self.batches + other.batches, samples, loss)
+        weight = self.weight + other.weight
+        loss = (self.loss * self.weight + other.loss * other.weight) / (weight or 1.0)
+        total = Gradient(tensors, self.batches + other.batches, samples, loss, weight)
         total.began, total.read = self.began, self.read  # of the older one, which is the stalest
         return total
 
@@ -62,9 +78,16 @@ class Gradient:
         present = [tensor for tensor in self.tensors if tensor is not None]
         if present:
             torch._foreach_mul_(present, factor)
-        product = Gradient(self.tensors, self.batches, self.samples, self.loss)
+        product = Gradient(self.tensors, self.batches, self.samples, self.loss, self.weight)
         product.began, product.read = self.began, self.read
         return product
+
+    def divide(self, weight: float) -> None:
+        """Divide the gradient and its loss by a weight, in place."""
+        present = [tensor for tensor in self.tensors if tensor is not None]
+        if present:
+            torch._foreach_div_(present, weight)
+        self.loss /= weight
 
     def push_id(self) -> PushId:
         """Return the set of batches, as ranges with their leases."""

@@ -11,6 +11,7 @@ import msgspec
 from rainband.protocol.data_plan import DataPlan
 from rainband.protocol.messages import Report, SampleAccount, StalenessLimit
 
+NO_WEIGHT = "without weight"  # why a batch whose samples have no weight, such as no labels, is skipped
 NOT_FINITE = "not finite"  # why a batch whose gradient has infinities or NaN is skipped
 TOO_FAR = "not finite, at a step that was too long"  # of a line search, which then takes a shorter one
 

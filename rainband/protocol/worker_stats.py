@@ -18,7 +18,7 @@ class Stats:
     steps: int = 0
     samples: int = 0
     loss_sum: float = 0.0
-    loss_samples: int = 0
+    loss_samples: float = 0  # the weight of the loss: samples, unless the task states another one
     pushed_bytes: int = 0
     pulled_bytes: int = 0
     computed_s: float = 0.0  # seconds spent computing gradients, or parts of them

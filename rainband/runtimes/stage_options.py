@@ -172,3 +172,5 @@ def stage_lines(stage_plan: StagePlan) -> Iterator[str]:
         if stage_plan.stages_per_worker > 1:
             where = f" (on worker {number % len(stage_plan.workers)})"
         yield f"  stage {number}{where}: {units}"
+    if stage_plan.loss_note:
+        yield f"  {stage_plan.loss_note}"

@@ -64,6 +64,7 @@ def make_stage_plan(
     """
     import torch
 
+    from rainband.model.loss_parts import LossParts, try_parts
     from rainband.model_parallel.graph.split_loss import build_model, cut_task, measure_samples, split_layers
     from rainband.model_parallel.placement.partitioners import make_plan
     from rainband.model_parallel.placement.placement import check
@@ -78,6 +79,7 @@ def make_stage_plan(
     split_layers(task, model, data, plan.splits if plan is not None else wide.splits if wide is not None else {})
     graph, _, _ = cut_task(task, model, data, size)
     _check_repeatable(task, model, data)
+    known = not any(parameter.is_meta for parameter in model.parameters())
     profile = measure_samples(task, graph, data, size, name, threads)
     if plan is None and wide is not None:
         plan = wide_stages(profile, wide.stages, stages // wide.stages, wide.splits)
@@ -86,6 +88,7 @@ def make_stage_plan(
     else:
         check(plan, profile)
     microbatches = flow.microbatches or usual_microbatches(plan, size)
+    losses = try_parts(task, model, data, size) if known and microbatches > 1 else LossParts()
     part, cuts = max(2, -(-profile.batch_size // microbatches)), microbatches > 1 and not profile.counted
     return StagePlan(
         plan=plan,
@@ -95,6 +98,8 @@ def make_stage_plan(
         seed=seed,
         profile=profile,
         microbatch_profile=measure_samples(task, graph, data, part, name, threads) if cuts else None,
+        loss_is_sum=losses.is_sum,
+        loss_note=losses.message,
     )
 
 

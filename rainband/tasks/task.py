@@ -39,6 +39,11 @@ class Task(Protocol):
     torch.optim takes them. With `optimizer(parameters)`, and perhaps `scheduler(optimizer)`, that return objects of
     torch.optim, strategies whose workers make the steps (sync, single) use these in place of their own. With
     `drop_last = True`, an epoch's last batch is left out if it is short.
+
+    Workers that share each batch (sync), and microbatches of stages, compute parts of it. If the loss is a mean over
+    fewer things than samples, as with ignore_index, `weight(batch) -> float` returns what it divides by: the number of
+    labels that are not ignored, or the sum of their class weights. A part of weight 0 contributes nothing, and a batch
+    of weight 0 is skipped.
     """
 
     @property
@@ -172,6 +177,8 @@ class ModuleTask:
     optimizer: Callable[[Iterable[Any]], Any] | None = None
     scheduler: Callable[[Any], Any] | None = None  # (optimizer) -> scheduler, stepped after each batch
     drop_last: bool = False  # leave out an epoch's last batch if it is short
+    # (batch) -> what its mean loss divides by, if that is not the number of samples: see Task
+    weight: Callable[[Any], Any] | None = None
 
     def __post_init__(self) -> None:
         if hasattr(self.module, "state_dict") and not isinstance(self.module, type):

@@ -8,7 +8,7 @@ from typing import Any
 
 from rainband.errors import Refused
 from rainband.model.gradient import Gradient
-from rainband.protocol.accounting import NOT_FINITE, SkipReasons
+from rainband.protocol.accounting import SkipReasons
 from rainband.protocol.data_plan import PushId
 from rainband.protocol.layout import ITEM_BYTES, BlockSpec
 from rainband.protocol.messages import Ack, LeaseEnd, Push, PushResult
@@ -75,8 +75,8 @@ class Pushes:
 
         `wanted`: whether the server of a block is to reply with its new parameters.
         """
-        if not gradient.is_finite:  # checked before the first message, so that all blocks skip it or none
-            return self.skip(gradient, NOT_FINITE, wanted)
+        if gradient.skip:  # checked before the first message, so that all blocks skip it or none
+            return self.skip(gradient, gradient.skip, wanted)
         servers, flat, observer = self.servers, self.servers.flat, self.servers.observer
         if observer is not None:
             observer.began("push")

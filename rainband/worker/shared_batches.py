@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rainband.model.containers import marked, restored
 from rainband.model.gradient import Gradient
-from rainband.protocol.accounting import NOT_FINITE
+from rainband.protocol.accounting import NO_WEIGHT
 from rainband.protocol.data_plan import DataPlan
 from rainband.protocol.messages import Report, Tally
 from rainband.protocol.steps import Handle
@@ -236,21 +236,23 @@ class SharedBatches(WorkerRounds):
             more = await self.worker.gradient(part)
             rest = await self._exchange(more.tensors + self.buffers.changes(), more)
             add_weighted(outcome.tensors, total, rest.tensors, rest.total)
-            loss = (loss * total + rest.loss * rest.total) / max(1.0, total + rest.total)
+            loss = (loss * total + rest.loss * rest.total) / ((total + rest.total) or 1.0)
             total += rest.total
             outcome = rest._replace(tensors=outcome.tensors)
         if not outcome.took_part:
             return Gradient([None] * len(tensors), (), 0, 0.0)
         number = len(tensors)
         self.buffers.add(outcome.tensors[number:])
-        self.result = Gradient(outcome.tensors[:number], (self.batch,), round(total), loss)
+        self.result = Gradient(outcome.tensors[:number], (self.batch,), round(total), loss, total)
+        if not total:
+            self.result.left_out = NO_WEIGHT
         if self.worker.client.observer is not None:
             self.worker.client.observer.averaged(self.worker, self.member.view.where, self.result)
         return self.result
 
     async def _exchange(self, tensors: list[Tensor | None], gradient: Gradient) -> _Exchanged:
         waiting = self.member.mean(
-            tensors, gradient.samples, (float(self.stops or self.worker.client.leases.run_stops),), (gradient.loss,)
+            tensors, gradient.weight, (float(self.stops or self.worker.client.leases.run_stops),), (gradient.loss,)
         )
         outcome: Outcome = await self.through(waiting)
         if outcome.took_part:
@@ -263,8 +265,8 @@ class SharedBatches(WorkerRounds):
         """Count the batch of the open round, if this worker has its mean."""
         if self.result is None:
             return
-        finite, self.result = self.result.is_finite, None
-        self._count("" if finite else NOT_FINITE)
+        skip, self.result = self.result.skip, None
+        self._count(skip)
         self.member.stepped()
 
     def settle_skipped(self) -> None:
@@ -387,12 +389,12 @@ def batch_at(plan: DataPlan, number: int) -> Batch:
 
 @torch.no_grad()
 def add_weighted(into: list[Tensor | None], weight: float, others: Sequence[Tensor | None], other: float) -> None:
-    """Replace each mean over `weight` samples by that over `other` samples more; None counts as zero."""
+    """Replace each mean of `weight` by that with a mean of `other` more; None counts as zero."""
     for i, more in enumerate(others):
         value = into[i]
         weighted = [tensor * n for tensor, n in ((value, weight), (more, other)) if tensor is not None]
         if weighted:
-            into[i] = sum(weighted[1:], weighted[0]) / max(1.0, weight + other)
+            into[i] = sum(weighted[1:], weighted[0]) / ((weight + other) or 1.0)
 
 
 def examples(worker: RoundsWorker) -> list[Tensor]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -13,10 +15,11 @@ import xxhash
 from rainband.model.block_optimizer import build
 from rainband.model.flat_parameters import Flat
 from rainband.model.gradient import Gradient
+from rainband.model.loss_parts import LossParts, states_weight, try_parts, weight_of
 from rainband.model.model_vector import ModelVector
 from rainband.model.seeds import seed_global_generators
 from rainband.protocol.accepted_set import AcceptedSet
-from rainband.protocol.accounting import NOT_FINITE, SkipReasons
+from rainband.protocol.accounting import NO_WEIGHT, SkipReasons
 from rainband.protocol.data_plan import PushId, num_batches
 from rainband.protocol.lr_schedules import Schedule
 from rainband.protocol.messages import Report, Tally
@@ -116,6 +119,15 @@ def _in_microbatches(indices: NDArray[np.int64], most: int, seed: int) -> list[G
     return [GradientPart(each, len(part), part) for each, part in zip(seeds, parts, strict=True)]
 
 
+def _factor(worker: ModuleWorker, samples: int, weight: float, num_samples: int, size: int) -> float:
+    """Return by what the loss of `samples` samples is multiplied, of `num_samples` of a batch that are computed."""
+    if states_weight(worker.task) is not None:
+        return weight  # the sum is divided by the weight of all
+    if worker.loss_parts.is_sum:
+        return size / num_samples  # the mean, weighted by samples, is then the sum over the batch
+    return samples / num_samples
+
+
 class ModuleWorker:
     """A worker that trains a module on a task."""
 
@@ -170,9 +182,18 @@ class ModuleWorker:
     ) -> None:
         """Take part in the rounds that the run's strategy declares."""
         if requires.split_batches:
+            _ = self.loss_parts  # with the first parameters, which are equal on all workers
             self.rounds = self.shared_batches = SharedBatches(self, board, clock, equal_parts)
         else:
             self.rounds = self.model_rounds = ModelRounds(self, board, clock)
+
+    @cached_property
+    def loss_parts(self) -> LossParts:
+        """Return how the loss of a batch is made of those of its parts, from a few samples and the first parameters."""
+        found = try_parts(self.task, self.module, self.data, self.plan.batch_size)
+        if found.message and not self.rank and (self.num_workers > 1 or self.microbatches > 1):
+            print(f"rainband: {found.message}", file=sys.stderr)
+        return found
 
     def _in_rounds(self) -> SharedBatches:
         if self.shared_batches is None:
@@ -195,50 +216,60 @@ class ModuleWorker:
         return Compute(self, batch)
 
     def compute(self, batch: Batch | BatchPart) -> Gradient:
-        """Return the gradient of a batch's mean loss, which depends on the parameters and the batch ID alone."""
-        if isinstance(batch, BatchPart):
-            return self._compute_part(batch)
-        seed = self._seed(batch)
-        if self.microbatches > 1:
-            return self._compute(batch, _in_microbatches(self.sampler.indices(batch), self.microbatches, seed))
-        seed_global_generators(seed)
-        samples = self.plan.samples_in(batch.portion, batch.k)
-        return self._compute(batch, [GradientPart(seed, samples)], self.fetch(batch))
+        """Return the gradient of the mean loss of a batch, or of some of its samples.
 
-    def _compute_part(self, part: BatchPart) -> Gradient:
-        """Return the gradient of some samples of a batch; that of all of them is the gradient of the batch."""
-        if len(part.positions) == part.size:
-            return self.compute(part.batch)
-        if not part.positions:
-            return Gradient([None] * len(self.flat.parameters), (part.batch,), 0, 0.0)
-        seed = self._seed(part.batch, part.positions[0])
-        indices = self.sampler.indices(part.batch)[np.asarray(part.positions)]
-        return self._compute(part.batch, _in_microbatches(indices, self.microbatches, seed))
+        It depends on the parameters and the batch ID alone; that of all samples of a batch is that of the batch.
+        """
+        whole, size = (
+            (batch.batch, batch.size)
+            if isinstance(batch, BatchPart)
+            else (batch, self.plan.samples_in(batch.portion, batch.k))
+        )
+        positions = batch.positions if isinstance(batch, BatchPart) else range(size)
+        if not positions:
+            return Gradient([None] * len(self.flat.parameters), (whole,), 0, 0.0)
+        is_whole = len(positions) == size
+        seed = self._seed(whole, 0 if is_whole else positions[0])
+        if is_whole and self.microbatches == 1:
+            seed_global_generators(seed)
+            return self._compute(whole, [GradientPart(seed, size)], size, self.fetch(whole))
+        indices = self.sampler.indices(whole)
+        indices = indices if is_whole else indices[np.asarray(positions)]
+        return self._compute(whole, _in_microbatches(indices, self.microbatches, seed), size)
 
-    def _compute(self, batch: Batch, parts: Sequence[GradientPart], whole: Any = None) -> Gradient:
+    def _compute(self, batch: Batch, parts: Sequence[GradientPart], size: int, whole: Any = None) -> Gradient:
         """Return the gradient of the mean loss over microbatches; only the activations of one are in memory.
 
-        `whole`: the samples of the only one, if they were read already.
+        `size`: samples of the whole batch. `whole`: those of the only microbatch, if they were read already.
         """
         for parameter in self.flat.parameters:
             parameter.grad = None
-        num_samples, total = sum(part.samples for part in parts), 0.0
+        num_samples, total, weight = sum(part.samples for part in parts), 0.0, 0.0
+        stated = states_weight(self.task) is not None
         for part in parts:
             if whole is None:
                 seed_global_generators(part.seed)
             samples = self.data.batch(part.indices) if whole is None else whole
+            own = weight_of(self.task, samples, part.samples)  # before the loss, which may change its batch
+            weight += own
+            if not own:
+                continue
             try:
                 loss = self.task.loss(self.module, samples)
             except ValueError as error:
                 if part.samples == 1 and "more than 1 value per channel" in str(error):
                     error.add_note(ONE_SAMPLE)
                 raise
-            if len(parts) > 1:
-                loss = loss * (part.samples / num_samples)
+            if len(parts) > 1 or (num_samples < size and not stated):
+                loss = loss * _factor(self, part.samples, own, num_samples, size)
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
         self.flat.check()
-        gradient = Gradient(self.tensors(), (batch,), num_samples, total)
+        gradient = Gradient(self.tensors(), (batch,), num_samples, total, weight)
+        if not weight:
+            gradient.left_out = NO_WEIGHT
+        elif stated and len(parts) > 1:
+            gradient.divide(weight)
         self._count(gradient)
         return gradient
 
@@ -263,8 +294,8 @@ class ModuleWorker:
         stats = self.client.stats
         stats.steps += 1
         stats.samples += gradient.samples
-        stats.loss_sum += gradient.loss * gradient.samples
-        stats.loss_samples += gradient.samples
+        stats.loss_sum += gradient.loss * gradient.weight
+        stats.loss_samples += gradient.weight
         if stats.steps == 1:
             self.client.tell(stats.heartbeat())  # at once: users wait for the first progress
 
@@ -355,8 +386,8 @@ class WorkerOptimizer:
     def step(self, gradient: Gradient) -> None:
         if not gradient.batches:
             return  # this worker was left out of the round
-        if not gradient.is_finite:
-            self._account(gradient, NOT_FINITE)
+        if gradient.skip:
+            self._account(gradient, gradient.skip)
             return
         self._schedule(gradient.batches[0])
         for parameter, tensor in zip(self.worker.flat.parameters, gradient.tensors, strict=True):

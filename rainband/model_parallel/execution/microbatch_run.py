@@ -114,6 +114,7 @@ class Microbatch:
     weight: float  # its fraction of the batch's samples
     seed: int | None  # None: the compute policy seeds itself
     goes_back: bool = True  # False: no backward, as for an evaluation
+    factor: float | None = None  # multiplies its loss, in place of the weight; 0: it has no loss
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,10 @@ class MicrobatchRun:
             run.give({})  # frees what the backward needed
 
     def _answer(self) -> list[FragmentMessage]:
-        loss = self.microbatch.loss(self.fragment_run.outputs()) * self.microbatch.weight
+        factor = self.microbatch.weight if self.microbatch.factor is None else self.microbatch.factor
+        if not factor:
+            return self.fragment_run.answered()
+        loss = self.microbatch.loss(self.fragment_run.outputs()) * factor
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
         self.loss = loss.item()

@@ -19,6 +19,7 @@ import xxhash
 
 from rainband.model.flat_parameters import is_finite
 from rainband.model.gradient import Gradient
+from rainband.model.loss_parts import states_weight, weight_of
 from rainband.model.seeds import seed_global_generators
 from rainband.model_parallel.execution.engine import run_actions
 from rainband.model_parallel.execution.fragment_run import FragmentRun
@@ -26,6 +27,7 @@ from rainband.model_parallel.execution.microbatch_run import AnyOf, Microbatch, 
 from rainband.model_parallel.execution.submodel import Submodel, copy_tied
 from rainband.model_parallel.execution.weight_stashing import WeightStashing
 from rainband.model_parallel.graph.eval_graph import evaluating
+from rainband.protocol.accounting import NO_WEIGHT
 from rainband.strategy import Batch, BatchPart, WorkItem
 from rainband.worker.worker import ModuleWorker
 
@@ -251,24 +253,35 @@ class StageWorker(ModuleWorker):
         await self._gather_ties(tag)
         self.flat.check()
         tensors = self.flat.gradients()
-        finite, loss = await self._agree(tag, is_finite(tensors), sum(run.loss for run in flushed.runs.values()))
+        summands = sum(run.loss for run in flushed.runs.values())
+        finite, loss, weights = await self._agree(tag, is_finite(tensors), summands, flushed.weights)
         gradient = Gradient(tensors, (batch,), self.plan.samples_in(batch.portion, batch.k), loss)
         gradient.is_finite = finite  # on all workers of the replica, or on none
+        if weights and sum(weights):
+            gradient.divide(sum(weights))
+        elif weights:
+            gradient.left_out = NO_WEIGHT
         gradient.began, gradient.read = began, read
         self._count(gradient)
         return gradient
 
-    async def _agree(self, tag: Tag, finite: bool, loss: float) -> tuple[bool, float]:
-        """Return whether the gradient is finite on all workers, and its loss; the leader collects both."""
+    async def _agree(
+        self, tag: Tag, finite: bool, loss: float, weights: Sequence[float]
+    ) -> tuple[bool, float, Sequence[float]]:
+        """Return whether the gradient is finite on all workers, its loss, and the weights of the microbatches.
+
+        The leader collects them. Of each microbatch, all workers that compute it know the same weight.
+        """
         if not self.leads:
-            self.links.send(LEADER, (*tag, "done"), [finite, loss])
-            finite, loss = await self.links.receive(LEADER, (*tag, "verdict"))
-            return finite, loss
+            self.links.send(LEADER, (*tag, "done"), [finite, loss, list(weights)])
+            finite, loss, weights = await self.links.receive(LEADER, (*tag, "verdict"))
+            return finite, loss, weights
         for other in self.links.others:
-            theirs, lost = await self.links.receive(other, (*tag, "done"))
+            theirs, lost, known = await self.links.receive(other, (*tag, "done"))
             finite, loss = finite and theirs, loss + lost
-        self.links.tell_all((*tag, "verdict"), [finite, loss])
-        return finite, loss
+            weights = [max(pair) for pair in zip(weights, known, strict=True)]
+        self.links.tell_all((*tag, "verdict"), [finite, loss, list(weights)])
+        return finite, loss, weights
 
     async def _give_ties(self, tag: Tag, among: Collection[int] | None = None) -> None:
         """Send the others the parameters that several workers use; one of them holds each. `among`: those to serve."""
@@ -362,6 +375,8 @@ class FlushedBatch:
         self.samples: list[NDArray[np.int64]] = np.array_split(indices, min(most, len(indices)))
         self.rank_of = worker.submodel.plan.rank_of
         self.runs: dict[int, MicrobatchRun] = {}
+        stated = states_weight(worker.task) is not None
+        self.weights = [0.0] * len(self.samples) if stated else []  # of the microbatches computed here
 
     def fragments(self, action: Action) -> Sequence[int]:
         return self.worker.submodel.fragments(action)
@@ -383,16 +398,29 @@ class FlushedBatch:
         worker, batch, submodel = self.worker, self.batch, self.worker.submodel
         seed = worker.seed_of(batch) if len(self.samples) == 1 else _seed_of(worker.seed_of(batch), number)
         seed_global_generators(seed)
-        call, answer = submodel.loss_call(worker.task, worker.data.batch(self.samples[number])), submodel.cut.answer
+        samples = worker.data.batch(self.samples[number])
+        if self.weights:  # before the loss, which may change its batch
+            self.weights[number] = weight_of(worker.task, samples, len(self.samples[number]))
+        call, answer = submodel.loss_call(worker.task, samples), submodel.cut.answer
         microbatch = Microbatch(
             tag=(batch.portion, batch.k, batch.lease, number),
             inputs=submodel.cut.bind(call.args, call.kwargs),
             loss=lambda outputs: call.loss(answer(outputs)),
             weight=len(self.samples[number]) / sum(map(len, self.samples)),
             seed=_seed_of(seed, number),
+            factor=self._factor(number),
         )
         run = worker.fragment_run(number)
         return MicrobatchRun(run, worker.links, lambda at: self.rank_of(at, number), microbatch, submodel.shares)
+
+    def _factor(self, number: int) -> float | None:
+        """Return what the microbatch's loss is multiplied by; None: its fraction of the samples.
+
+        With weights, the sum of the products is divided by the weight of the batch, which is known at the end.
+        """
+        if self.weights:
+            return self.weights[number]
+        return 1.0 if self.worker.submodel.plan.loss_is_sum else None
 
 
 class WholeModel(torch.nn.Module):

@@ -52,6 +52,8 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
     recompute: bool = False  # compute fragments again before their backward, instead of keeping their activations
     profile: Profile | None = None  # of a batch, as measured: gives fragments their times in a simulation
     microbatch_profile: Profile | None = None  # of a microbatch: a small one takes more than its fraction of a batch
+    loss_is_sum: bool = False  # over the samples: losses of microbatches are added, not averaged
+    loss_note: str = ""  # what users should know about the losses of microbatches
 
     def __post_init__(self) -> None:
         need(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, cast
 
 from torch import nn
 
 from rainband.model.flat_parameters import Flat
 from rainband.model.gradient import Gradient
+from rainband.model.loss_parts import LossParts
 from rainband.protocol.lr_schedules import Schedule
 from rainband.protocol.messages import Conclude, Message, Peer, Welcome
 from rainband.protocol.optimizer_spec import OptimizerSpec
@@ -49,7 +51,7 @@ class GradientCompute(ModuleModel, SimulatedCompute):
 
     def gradient(self, worker: ModuleWorker, batch: Batch | BatchPart) -> Gradient:
         gradient = worker.compute(batch)
-        if isinstance(batch, BatchPart) or not self.writes_once:
+        if isinstance(batch, BatchPart) or not self.writes_once or not gradient.weight:
             return gradient
         return WrittenGradient(gradient, self.memory.flat, self.shared_module.wholes)
 
@@ -70,6 +72,11 @@ class NoGradient(Gradient):
 
 class TimedWorker(ModuleWorker):
     """A worker without a model."""
+
+    @cached_property
+    def loss_parts(self) -> LossParts:
+        """Return nothing found: no loss is computed."""
+        return LossParts()
 
     def optimizer(self, spec: OptimizerSpec, schedule: Schedule, counts: bool = True) -> NoOptimizer:  # type: ignore[override]
         return NoOptimizer(self)

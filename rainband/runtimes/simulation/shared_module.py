@@ -72,7 +72,7 @@ class WrittenGradient(Gradient):
     """A gradient that is written into one vector per dtype: its blocks are views, not copies."""
 
     def __init__(self, gradient: Gradient, flat: Flat, wholes: Sequence[BlockSpec]) -> None:
-        super().__init__(gradient.tensors, gradient.batches, gradient.samples, gradient.loss)
+        super().__init__(gradient.tensors, gradient.batches, gradient.samples, gradient.loss, gradient.weight)
         self.flat = flat
         self.wholes = wholes
 
