@@ -75,7 +75,7 @@ class Requirements:
         if self.coordinated:
             return "goes by iterations, and only asynchronous runs can be replayed"
         if self.waits != "never":
-            return "makes workers wait for each other, and only runs in which nobody waits can be replayed"
+            return "makes workers wait for each other, and only runs in which no worker waits can be replayed"
         return self.not_replayable
 
     def checkpoint_obstacle(self, workers_per_replica: int = 1) -> str:
@@ -252,7 +252,7 @@ class Parameters(Protocol):
     def average_with(self, partner: int, step: ModelVector, gradient: Gradient) -> Awaitable[None]:
         """Replace the models of this worker and its partner by their mean, then add a step to this worker's.
 
-        Nobody sees the two models in between. The step counts the gradient's batch. A partner that is this worker
+        No worker sees the two models in between. The step counts the gradient's batch. A partner that is this worker
         itself is no partner: the step alone is added. Only with `in_pairs`.
         """
 

@@ -49,7 +49,7 @@ def main() -> None:
         "the mean staleness is (workers - 1) / c, about n; on equal machines the maximum is 2n",
         f"within {100 * worst:.1f} % of it while all compute; beyond 2n: {alike:.2f} % on equal machines, "
         f"{exponential:.1f} % with exponential times",
-        worst < 0.01 and alike < 0.5 and exponential > 1,  # the ends of a run weigh more with exponential times
+        worst < 0.01 and alike < 0.5 and exponential > 1,  # the ends of a run count more with exponential times
     )
     panels = {"mean staleness, updates": lines, "gradients that missed more than 2n, %": beyonds}
     draw_panels(asked.figure, "staleness of 30 workers", "n", panels)

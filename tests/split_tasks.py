@@ -12,7 +12,7 @@ from rainband.model.layers import LocallyConnected2d
 from rainband.model_parallel.graph.cut import cut
 from rainband.model_parallel.graph.split_linear import AsPair, ByColumns, ByRows
 from rainband.model_parallel.graph.tiles import Tiled
-from rainband.model_parallel.placement.pieces import tile_of
+from rainband.model_parallel.placement.shard_names import tile_of
 from rainband.model_parallel.placement.stage_plan import StagePlan
 from rainband.tasks.task import TensorData
 from tests.stage_tasks import Shaped, planned

@@ -18,9 +18,9 @@ from rainband.model_parallel.graph.split_linear import AsPair, ByColumns, ByRows
 from rainband.model_parallel.graph.tiles import Tiled
 from rainband.model_parallel.placement.measure import measure
 from rainband.model_parallel.placement.partitioners import split_layers
-from rainband.model_parallel.placement.pieces import piece_of
 from rainband.model_parallel.placement.placement import load
 from rainband.model_parallel.placement.profile import Resources
+from rainband.model_parallel.placement.shard_names import shard_of
 from tests.pipeline_models import one_thread  # noqa: F401 (a fixture for all)
 
 
@@ -115,7 +115,7 @@ def test_no_machine_holds_the_layer_that_was_split(case: str) -> None:
     x = inputs(model).float()
     profile = measure(cut(split(model, hows, (x,)), (x,)), (x,), repeats=1)
     plan = split_layers(profile, Resources(num_machines=machines))
-    held = [{piece_of(unit) for unit in stage.units} - {None} for stage in plan.stages]
+    held = [{shard_of(unit) for unit in stage.units} - {None} for stage in plan.stages]
     assert held == [{n} for n in range(machines)]
 
 

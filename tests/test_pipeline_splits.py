@@ -17,7 +17,7 @@ from rainband.model_parallel.execution.in_process import Partitioned
 from rainband.model_parallel.graph.cut import cut
 from rainband.model_parallel.graph.split_linear import AsPair, ByColumns, ByRows
 from rainband.model_parallel.graph.tiles import Tiled, Window, bounds, overlaps
-from rainband.model_parallel.placement.pieces import tile_of
+from rainband.model_parallel.placement.shard_names import tile_of
 from tests.pipeline_models import one_thread  # noqa: F401 (a fixture for all)
 
 

@@ -300,4 +300,4 @@ def test_a_host_whose_driver_is_silent_ends_and_says_why() -> None:
     """
     ended = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, check=False)
     assert ended.returncode == 1
-    assert "the driver of the run is lost: no sign of life for 0.75 s, so nothing ends." in ended.stderr.decode()
+    assert "the driver of the run is lost: no heartbeat for 0.75 s, so nothing ends." in ended.stderr.decode()

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from rainband.model_parallel.execution.in_process import MemoryNetwork, run_together
 from rainband.model_parallel.graph.cut import cut
-from rainband.model_parallel.placement.pieces import piece_of
 from rainband.model_parallel.placement.placement import PlacedStage, Placement
+from rainband.model_parallel.placement.shard_names import shard_of
 from rainband.model_parallel.placement.stage_plan import StagePlan
 from rainband.strategies.pipedream import Pipedream
 from tests.pipeline_models import one_thread  # noqa: F401 (a fixture for all)
@@ -28,14 +28,14 @@ def in_stages(name: str, microbatches: int, schedule: str) -> StagePlan:
     task = InPieces(name)
     units = list(cut(task.model(), task.data().batch(range(2))).units)
     if name == "rows":  # here the split layer is the last
-        at = next(n for n, unit in enumerate(units) if piece_of(unit) is not None) - 1
+        at = next(n for n, unit in enumerate(units) if shard_of(unit) is not None) - 1
         stages = (
             PlacedStage((2,), tuple(units[:at])),
-            PlacedStage((0, 1), tuple(units[at:]), {u: piece_of(u) or 0 for u in units[at:]}),
+            PlacedStage((0, 1), tuple(units[at:]), {u: shard_of(u) or 0 for u in units[at:]}),
         )
     else:
         stages = (
-            PlacedStage((0, 1), tuple(units[:-1]), {u: piece_of(u) or 0 for u in units[:-1]}),
+            PlacedStage((0, 1), tuple(units[:-1]), {u: shard_of(u) or 0 for u in units[:-1]}),
             PlacedStage((2,), (units[-1],)),
         )
     plan = Placement(model=name, kind="pipeline", partitioner="hand", num_machines=3, stages=stages)

@@ -160,7 +160,7 @@ def test_a_saved_placement_trains_as_the_options_do(tmp_path: Path, suffix: str)
     [
         (["sync"], {"split": ["5"]}, "is not a split"),
         (["sync"], {"split": ["5=0"]}, "is not a split"),
-        (["sync"], {"split": ["5=2", "5=rows:2"]}, "split twice"),
+        (["sync"], {"split": ["5=2", "5=rows:2"]}, "given twice"),
         (["sync"], {"split": ["9=2"]}, "no layer '9'"),
         (["averaging"], {"split": ["5=2"]}, "requires the whole model"),
         (["hogwild"], {"split": ["5=2"]}, "requires the whole model"),

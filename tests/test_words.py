@@ -46,6 +46,17 @@ BANNED = {
     r"\bheard of\b": "without a heartbeat for",
     r"\bvirtual worlds?\b|\bself-made\b": "simulation; custom",
 }
+# The same, except in tests.
+BANNED_OUTSIDE_TESTS = {
+    r"\b(no|some|any|every)body\b": "name the actor: no worker, another process",
+    r"\btells\b": "reports, sends, returns",
+    r"\bin vain\b": "not used, refused",
+    r"\bin good order\b": "cleanly",
+    r"\bone's own\b": "custom",
+    r"\bsigns? of life\b": "heartbeat",
+    r"\bcome(s)? home\b|\bat home\b": "arrive; rank, offset",
+    r"\b(is|are) (told|said) (that|to|by)\b": "name the actor: the coordinator informs, reports",
+}
 # The results of a push: as whole string literals, and as constants. Elsewhere they are words like others.
 BANNED_LITERALS = {"had": "duplicate", "crossed": "overlaps", "moved": "wrong_server"}
 # How no docstring and no option begins: with a pronoun, or as a question.
@@ -191,6 +202,8 @@ def faults(text: Text) -> list[str]:
         found = matches(BANNED_NAMES, text.words, re.search)
     else:
         found = matches(BANNED, text.words, re.search)
+        if not text.where.startswith("tests/"):
+            found += matches(BANNED_OUTSIDE_TESTS, text.words, re.search)
     if text.kind == "docstring":
         found += matches(BANNED_OPENINGS, text.words.strip(), re.match)
     if text.kind == "literal" and (result := text.words.strip(" .,:;()'\"").lower()) in BANNED_LITERALS:
@@ -264,6 +277,10 @@ def test_every_command_is_read() -> None:
         "self.num_cells = 3",
         "import rainband.protocol as books",
         "if (mates := 3): ...",
+        '"""Let nobody wait for it."""',
+        "# every rank tells all others",
+        "x = 'the run ended in good order'",
+        "# the driver's last sign of life",
         '"""Is it finite everywhere?"""',
         'def f():\n    """How many batches a lease has."""',
     ],
@@ -279,7 +296,8 @@ def test_a_banned_word_in_a_source_is_noticed(source: str) -> None:
         "# the world size of torch.distributed",
         "model = torch.nn.LSTMCell(3, 4)",
         '"""A worker that had what was moved."""',
-        "# so often that nobody notices",
+        "# so often that no worker notices",
+        "# told apart, and said at once: somewhere, by everyone",
         "moved = step(had=True)",
         "# its result: half of what moved, crossed the line",
         "RENAMED = {'--world': '--runtime'}",
@@ -295,6 +313,7 @@ def test_what_is_allowed_in_a_source_is_left_alone(source: str) -> None:
     "where, line",
     [
         ("README.md", "a loop of your own"),
+        ("docs/a.md", "The server is told that a push is late."),
         ("docs/a.md", "answers `had`"),
         ("pyproject.toml", "    # A world forks before it computes."),
         ("CHANGELOG.md", "`--world` is `--runtime` in every world"),

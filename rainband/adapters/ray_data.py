@@ -58,7 +58,7 @@ def columns_of(dataset: Any) -> list[Tensor]:
 
 @contextmanager
 def _in_order() -> Iterator[None]:
-    """Have Ray deliver rows in their order, so that a run can be repeated; afterwards as the user wants it."""
+    """Have Ray deliver rows in their order, so that a run can be repeated; afterwards as the user has set it."""
     from ray.data import DataContext
 
     options = DataContext.get_current().execution_options

@@ -5,7 +5,7 @@ each other through the steps. Each rank performs its operations in order and cou
 all the synchronization there is. An operation adds or copies slices, straight out of another rank's memory.
 
 Where a slice is read and written in the same step, the sum goes into a second bank of memory, so that the reader finds
-the old value. When nobody reads a slice any more, it is copied home.
+the old value. When no rank reads a slice any more, it is copied to its own bank.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def compile_table(table: MoveTable, chunks: int = 1, mode: Mode = "staged") -> t
 
 
 class _Compiler:
-    """Follows where each slice lies, who wrote it and who reads it; and what each rank knows about the others."""
+    """Follows where each slice lies, which ranks wrote and read it, and what each rank knows about the others."""
 
     def __init__(self, table: MoveTable, chunks: int, mode: Mode) -> None:
         self.table, self.chunks, self.mode = table, chunks, mode

@@ -97,7 +97,7 @@ class Admission:
                 known.ended, state.live = True, None
                 return [*outs, CoordinatorOutput(sender, NO_WORK_LEFT), *self.shutdown.after_loss()]
         if known is None or known.peer != sender:
-            # A worker that waits for the others of its replica holds nobody back.
+            # No other worker waits for one that waits for the others of its replica.
             active = state.settings.workers_per_replica == 1
             state.workers[sender.index] = WorkerState(
                 sender, join.address, heartbeat_at=now, worked_at=now, active=active

@@ -275,7 +275,7 @@ class Leases:
         if self.state.phase is not Phase.RUNNING:
             return []
         if message.reason in (LeaseEnd.STOPPED, LeaseEnd.UNUSED):
-            self.wanting.pop(worker.peer.index, None)  # it leaves, and would take a lease that nobody gets again
+            self.wanting.pop(worker.peer.index, None)  # it leaves, and would take a lease that is lost with it
         if message.reason == LeaseEnd.UNUSED and message.lease == 1:
             assert self.state.plan
             self.numbers[message.portion] += 1

@@ -155,7 +155,7 @@ class Liveness:
             worker.reported_stuck = True
             text = (
                 f"the other workers have waited {waited_s:.0f} s for {worker.peer}. If it evaluates or saves while the "
-                "others do not, write `with run.paused():` around that, so that nobody waits."
+                "others do not, write `with run.paused():` around that, so that no worker waits."
             )
             self.state.events.append(events.Warned(at_s=now, text=text))
         return ""

@@ -26,7 +26,7 @@ class Planning:
         """Make the plan and the blocks; assign the blocks to the servers."""
         state, settings = self.state, self.state.settings
         state.join = join
-        # A custom loop describes its data at its first batch; until then there is one batch, which is leased to nobody.
+        # A custom loop describes its data at its first batch; until then there is one batch, which is never leased.
         data = NO_DATA if join.custom_loop else _data_of(join)
         state.plan = self._first_plan(join, data)
         placed = self._place(join.layout)

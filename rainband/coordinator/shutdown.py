@@ -116,7 +116,7 @@ class RunEnd:
         return self._when_all_left() + self.when_concluded()
 
     def let_last_save(self, worker: WorkerState) -> list[CoordinatorOutput]:
-        """Let a worker whose code has raised save the model, if nobody else has the parameters."""
+        """Let a worker whose code has raised save the model, if no other node has the parameters."""
         state, index = self.state, worker.peer.index
         others = [w for w in self._in_whole_replicas() if w is not worker and w.peer.index not in self.left]
         has_tried = self.saved or index in self.left or index == self.concluder

@@ -128,7 +128,7 @@ class WorkerState:
     slowest_s: float = 0.0  # the longest interval between two pushes, while it worked
     first_s: float = 0.0  # the time to its first push; 0: there was none yet
     connected: bool = True
-    active: bool = True  # alive and making progress; nobody waits for an inactive worker
+    active: bool = True  # alive and making progress; no worker waits for an inactive one
     held: tuple[int | None, int] = (None, 0)  # the worker that it waits for, and its own steps
     held_since: float = 0.0
     reported_stuck: bool = False  # others wait long for it

@@ -91,7 +91,7 @@ class BatchAccounting(msgspec.Struct, frozen=True):
     refused: dict[str, int]  # pushes refused, by reason
     updates: int  # applied to blocks, all together
     untracked_pushes: int = (
-        0  # pushes named by their sender, not by batches: a step without a new batch, a loader of one's own
+        0  # pushes named by their sender, not by batches: a step without a new batch, a custom data loader
     )
     partially_applied: int = (
         0  # pushes without a name, or writes in place, that are only partly in: their sender ended in between

@@ -96,10 +96,10 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
     groups: tuple[Settings, ...]  # the scalar settings of each parameter group
 
     def digest(self) -> str:
-        """A short hash, equal when two nodes mean the same by "block 7".
+        """Return a short hash, equal on two nodes if "block 7" is the same on both.
 
         Devices are left out, so that a CPU and a GPU worker can train one model. The groups' settings are
-        left out too: schedules change them while training, and who joins late would seem to be another model.
+        left out too: schedules change them while training, and a late worker would seem to have another model.
         """
         dtypes = [(vector.dtype, vector.numel) for vector in self.vectors]
         fixed = msgspec.json.encode((dtypes, self.parameters, len(self.groups)))

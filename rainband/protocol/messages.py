@@ -574,7 +574,7 @@ class Shutdown(Message, frozen=True, tag=118):
 
 
 class StopRequest(Message, frozen=True, tag=119):
-    """A worker asks to end the run early and in good order, because its loop has converged, for example."""
+    """A worker asks to end the run early and cleanly, because its loop has converged, for example."""
 
     reason: str
 
@@ -616,7 +616,7 @@ class Software(msgspec.Struct, frozen=True):
 
 
 class MachineJoin(Message, frozen=True, tag=140):
-    """A machine wants to bring workers and servers; or it is connected again, with the workers that it has."""
+    """A machine asks to join with workers and servers; or it is connected again, with the workers that it has."""
 
     name: str
     software: Software
@@ -681,7 +681,7 @@ class RoundWords(Message, frozen=True, tag=147):
 
 
 class RoundAudience(Message, frozen=True, tag=150):
-    """Tells a machine whether workers elsewhere read the tensors and states of its workers; without this, they do."""
+    """Informs a machine whether workers elsewhere read the tensors and states of its workers; without this, they do."""
 
     is_there: bool
 

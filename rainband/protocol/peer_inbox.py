@@ -93,7 +93,7 @@ class Inbox:
             del self._asked[source, tag]
 
     def ask(self, source: int, tag: Tag) -> Received:
-        """Return the next message of this tag, which nobody else receives."""
+        """Return the next message of this tag, which no other call receives."""
         received = Received(source, tag)
         kept = self._kept.get((source, tag))
         if kept:

@@ -44,7 +44,7 @@ class BorrowingPort(Protocol):
     """A port that, during an exchange, sends from and receives into the worker's own memory, without copies."""
 
     def lend(self, sequence: int, views: Mapping[int, Tensor]) -> None:
-        """Lend the parameters of these blocks for one exchange: until `settle` returns, nobody computes with them.
+        """Lend the parameters of these blocks for one exchange; the worker must not use them until `settle` returns.
 
         Gradients that are pushed meanwhile stay unchanged until then.
         """

@@ -53,7 +53,7 @@ class Until(Handle):
     __slots__ = ("is_so", "what")
 
     def __init__(self, what: str, is_so: Callable[[], bool]) -> None:
-        self.what = what  # in words, for who looks for a deadlock
+        self.what = what  # in words, for the report of a deadlock
         self.is_so = is_so
 
     def ready(self) -> bool:

@@ -19,7 +19,7 @@ Condition = Callable[[], bool]
 
 
 class Asking(NamedTuple):
-    """A worker that asks to join, and what it has to offer if nobody else is left."""
+    """A worker that asks to join, and the state that it can give if no member is left."""
 
     life: int
     steps: int  # its count of exchanges and steps; -1: it has no state
@@ -80,7 +80,7 @@ class Board(Protocol):
         """Write the header, then the position of the slot, then that of the member."""
 
     def withdraw(self, slot: int) -> None:
-        """Let nobody find the contribution in this slot."""
+        """Hide the contribution in this slot from the other members."""
 
     def put_state(self, position: int, state: Any) -> None: ...
 

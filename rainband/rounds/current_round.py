@@ -49,7 +49,7 @@ class CurrentRound:
         self.samples = by_member(self.samples, rows) if rows else self.samples
         first, size, total = sum(sizes[:mine]), sizes[mine], len(self.samples)
         part = self.samples[first : first + size] if size else self.samples[:MIN_SAMPLES]
-        part_of_all = Part(part, first, size, total, pieces=tuple(row[mine] for row in rows))
+        part_of_all = Part(part, first, size, total, batch_sizes=tuple(row[mine] for row in rows))
         self.part = self._on_trial(view, part_of_all, lengths)
         self.divide(view)
         return self.part
@@ -95,7 +95,7 @@ class CurrentRound:
         second = next(m.rank for m in view.members if m.rank != view.longest_serving)
         if view.serial == 0 and self.rank == second:
             twice = each_twice(self.samples, lengths)
-            return part._replace(samples=twice, trial="doubled", pieces=tuple(2 * n for n in lengths))
+            return part._replace(samples=twice, trial="doubled", batch_sizes=tuple(2 * n for n in lengths))
         return part._replace(trial="idle")
 
     # ---- exchanges -------------------------------------------------------------------------------------------------

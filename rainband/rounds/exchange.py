@@ -51,7 +51,7 @@ class Part(NamedTuple):
     total: int = 0  # samples of the round, over all members
     is_over: bool = False  # the epoch has no such round
     trial: Trial | None = None  # what this round is for, if it is one of the first
-    pieces: tuple[int, ...] = ()  # how many of the samples are of each batch, if the round has several
+    batch_sizes: tuple[int, ...] = ()  # how many of the samples are of each batch, if the round has several
 
     @property
     def last(self) -> int:
@@ -123,7 +123,7 @@ class Exchange(Protocol):
         """Return this member's part of the round's batch; with None, of what was carried over, if anything was.
 
         Every member passes the same batch: sample indices, or range(n) for n rows that the loop has drawn itself.
-        With `lengths`, it is several batches in one, and the part has a piece of each: `weight` is that of all.
+        With `lengths`, it is several batches in one, and the part has samples of each: `weight` is that of all.
         """
 
     def cut_beside(self, batch: Sequence[int], is_sum: bool = False) -> Sequence[int]:
@@ -142,7 +142,7 @@ class Exchange(Protocol):
         """Replace each tensor, in place, by its weighted mean over the members: sum of n_j t_j / sum of n_j.
 
         `tensors` has the shapes and order that the exchange was made with. None is no value: it counts as zero where
-        others have one, and is then replaced in the list by a new tensor; it stays None where nobody has a value.
+        others have one, and is then replaced in the list by a new tensor; it stays None where no member has a value.
         `weight` is the number of samples of the part, unless given; a duplicate part must have 0.
         """
 
@@ -162,10 +162,10 @@ class Exchange(Protocol):
         """Note a step of the user's optimizer. A member with fewer steps than others receives the state."""
 
     def pause(self) -> None:
-        """Let nobody wait for this member until its next `begin`, where it returns and receives the state."""
+        """Let no other member wait for this one until its next `begin`, where it returns and receives the state."""
 
     def leave(self) -> None:
         """End this member's part in the run."""
 
     def abandon(self) -> None:
-        """Let nobody wait for this member any more: its script has failed."""
+        """Let no other member wait for this one any more: its script has failed."""

@@ -144,7 +144,7 @@ class RoundExchange:
         self._run(self.member.take_final())
 
     def abandon(self) -> None:
-        """Let nobody wait for this member any more: its script has failed."""
+        """Let no other member wait for this one any more: its script has failed."""
         self.board.exclude()
 
     def _run(self, waiting: Waiting) -> Any:

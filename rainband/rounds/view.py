@@ -1,7 +1,7 @@
 """Decisions of a round, as functions of headers that all members read alike.
 
 A `RoundView` is what all members know in common. `next_view` makes that of the next round from the headers of this
-one, so members that hold the same view and read the same headers agree without asking anybody.
+one, so members that hold the same view and read the same headers agree without a further message.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RoundView(msgspec.Struct, frozen=True, array_like=True):
     transfers: int = 0  # states that members have received
     drifted: int = 0  # of these, because parameters differed
     trial: int = 0  # rounds at the start of the run in which the longest-serving member computes whole batches
-    compares: bool = False  # all compare their parameters in this round: somebody's loop has changed its own
+    compares: bool = False  # all compare their parameters in this round: the loop of one has changed its own
     batches: int = 0  # rounds that had samples
 
     @property

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # size: it inherits every hook of a rule
 class ApplyEvery(Rule):
-    """Average every `count` gradients into one update; stale gradients may weigh less.
+    """Average every `count` gradients into one update; stale gradients may count less.
 
     The weight of a gradient is 1 / count, or 1 / (count * missed) if `by_staleness` and it missed any updates. The
     rest at the end of the run is applied with the same weights, so that every gradient counts alike.

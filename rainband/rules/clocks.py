@@ -36,7 +36,7 @@ class Clocks:
         self._rise(version)
 
     def leave(self, worker: int, version: int) -> None:
-        """Remove a member: nobody waits for it."""
+        """Remove a member: readers do not wait for it."""
         if worker in self.members:
             self.members.discard(worker)
             del self.there[self.of[worker]][worker]

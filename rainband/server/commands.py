@@ -73,7 +73,7 @@ class CommandExecutor:
         self._begin(command.work_items, blocks)
         self.names.add(GRADIENT)
         self.term = command.term
-        results = tuple(math.nan for operation in command.operations if operation.kind in ANSWERED)  # nobody reads them
+        results = tuple(math.nan for operation in command.operations if operation.kind in ANSWERED)  # never read
         self.last, self.done = Answer(command.term, command.number, results, self.version), command
         return [self.last, *self.evaluated()]
 

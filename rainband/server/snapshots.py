@@ -36,7 +36,7 @@ class BlockSnapshot(NamedTuple):
 
 
 class Snapshots:
-    """The blocks of one server that are still to be copied for a checkpoint, and the copies that nobody took yet."""
+    """The blocks of one server that are still to be copied for a checkpoint, and the copies that were not taken yet."""
 
     def __init__(self, blocks: Mapping[int, Block]) -> None:
         self.blocks = blocks

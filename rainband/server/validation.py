@@ -105,7 +105,7 @@ class PushValidator:
 def _spread(values: Tensor, spec: BlockSpec, absent: Collection[int]) -> Tensor:
     """Return a gradient as long as its block from the values of the present parameters; zero elsewhere."""
     if not len(values):
-        return values.new_zeros(1).expand(spec.numel)  # without memory: nobody writes to a gradient
+        return values.new_zeros(1).expand(spec.numel)  # without memory: a gradient is never written to
     gradient, at = values.new_zeros(spec.numel), 0
     for segment in spec.present(absent):
         gradient[segment.start : segment.stop] = values[at : at + segment.numel]

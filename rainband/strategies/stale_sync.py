@@ -11,7 +11,7 @@ so that a read at clock c contains every update of clock <= c - bound - 1 of all
     w   <- w - lr * D                         for every push, each block by itself
 
 bound = 0 is lock-step, a large bound is fully asynchronous. The servers delay the reply to a pull, block by block; the
-coordinator takes no part in it. Lost, inactive, finished and idle workers hold nobody back. A worker that joins late or
+coordinator takes no part in it. No worker waits for lost, inactive, finished and idle ones. A worker that joins late or
 returns starts at the slowest worker's clock. The paper caches rows on the workers; here every read goes to the servers,
 so it is as fresh as they are, and never older than the bound allows.
 

@@ -14,7 +14,7 @@ before the bar keeps its form in all versions to come, so that any two versions 
 part: a server that speaks another version answers with just that part, in clear. Each MAC covers both
 nonces, so nothing recorded can be replayed, and a label of its direction, so nothing can be reflected. A
 wrong secret gets no answer at all. A process holds only the keys of its own role and of those that may connect
-to it: with a worker's key nobody connects as a server or as the coordinator. Which run the client asked for is
+to it: a worker's key does not let it connect as a server or as the coordinator. Which run the client asked for is
 looked at only once it has proved that it knows its key, and what the server says to it then is signed.
 
 This decides who may connect. It neither hides nor signs what is sent afterwards: between machines it runs inside

@@ -13,7 +13,7 @@
 
 For a given frame, two different keys always give two different header checksums (crc32 is one-to-one in
 what it is started from), so a frame recorded on one connection is refused on every connection with another
-key. The checksums guard against accidents and mix-ups, not against somebody who can write into the
+key. The checksums guard against accidents and mix-ups, not against an attacker who can write into the
 connection: that takes TLS.
 
 There is no I/O here: bytes go in and come out, and the owner of the socket moves them.
@@ -107,14 +107,14 @@ def check_body(prefix: Prefix, body: bytes | memoryview) -> None:
 
 
 class FrameReader:
-    """Incremental parser: tells where the next bytes must go, and yields whole frames.
+    """Incremental parser: returns where the next bytes must go, and yields whole frames.
 
     Prefixes and headers arrive in a small staging buffer, and with them small bodies and the beginning of
     large ones; the rest of a body arrives where it stays. How long what `received` returns is valid:
 
     - a header: for ever, it is a copy;
     - a body in memory given by `body_memory`: as long as its owner says. That memory is written to
-      before the body's checksum is known, so nobody may use it until its frame is returned;
+      before the body's checksum is known, so it may not be used until its frame is returned;
     - a body without `body_memory`: until the next call of `received`. Bodies that come in several pieces
       share one buffer, but never two of one call: such a body is the only frame of the call that completes
       it.

@@ -52,7 +52,7 @@ class PeerLinks:
     ) -> None:
         """`transport`: auto, shm or tcp. `on_lost` is called, while waiting, with the number of a lost worker.
 
-        What it raises comes out of whatever waits. `tunnels`: the way to workers that cannot be reached otherwise.
+        What it raises is raised where the worker waits. `tunnels`: the way to workers that cannot be reached otherwise.
         """
         self.me, self.keys, self.run_id = me, keys, run_id
         self.event_loop = event_loop

@@ -170,8 +170,8 @@ class TcpPort(ThreadedLink):
     """A link to a server anywhere: one thread sends and one receives, so that transfers overlap computing.
 
     Values are copied once, into a buffer that is reused when its bytes have left; a worker that is faster than the
-    connection waits for one. Parameters are received into an inbox beside the worker's own. In an exchange nobody
-    computes meanwhile: then gradients are sent from where they lie, and parameters are received where they belong.
+    connection waits for one. Parameters are received into an inbox beside the worker's own. In an exchange the worker
+    does not compute: gradients are sent from where they lie, and parameters are received where they belong.
     """
 
     direct = False

@@ -157,7 +157,7 @@ class SharedBoard:
     def __init__(
         self, fds: Sequence[int], rank: int, like: Sequence[Tensor], idle: Callable[[], None] = lambda: None
     ) -> None:
-        """`fds` are those of a RoundsMemory. `like` tells the shapes and dtypes of the tensors.
+        """`fds` are those of a RoundsMemory. `like` has the shapes and dtypes of the tensors.
 
         `idle` is called before each sleep while this worker waits for others: it may handle messages, and may raise.
         """

@@ -22,7 +22,7 @@ WINDOW = 6  # Progress events over which rates are averaged
 MOST_LIVE = 2000  # Progress events that a live view keeps
 SLOW = 0.6  # of the others' median rate; a worker below is slow
 LOCK_STEP = 0.9  # lowest rate / highest rate; above, the workers wait for each other
-MUCH_WAITING = 0.2  # of the time; others that wait more are held up by somebody
+MUCH_WAITING = 0.2  # of the time; workers that wait more are held up by another one
 
 
 @dataclass(frozen=True)

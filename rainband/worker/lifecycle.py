@@ -131,7 +131,7 @@ async def report_failure(session: Session, error: Exception) -> None:
 
 
 def failed(session: Session, error: Exception) -> Failed:
-    """Return the message that tells the coordinator of an error."""
+    """Return the message that reports an error to the coordinator."""
     step = session.stats.steps + 1 if session.go else 0  # the one that failed
     trace = "" if isinstance(error, RainbandError) else users_traceback(error)
     return Failed(step, f"{type(error).__name__}: {error}", trace)

@@ -57,9 +57,9 @@ class OpenRound:
         return self.loss_sum / self.samples if self.samples else 0.0
 
 
-# size: batches, means and mixing share the open round
+# size: it has the methods of Models, for strategies, and of WorkerRounds, for the lifecycle; both act on the open round
 class ModelRounds(WorkerRounds):
-    """One worker's place in the rounds, where each worker has a model of its own."""
+    """One worker's side of the rounds, where each worker has a model of its own."""
 
     def __init__(self, worker: RoundsWorker, board: Board, clock: Callable[[], float]) -> None:
         super().__init__(worker, board)

@@ -171,7 +171,7 @@ def paced_main(job: bytes, fds: list[int]) -> None:
     """Report the samples per second of all ranks, and the seconds to the accuracy (0: not reached).
 
     Initial parameters and batches are those of Rainband's rounds, so that only the way of training differs. The first
-    rank evaluates after every step, while the others compute the next one, so that nobody waits for that.
+    rank evaluates after every step, while the others compute the next one and do not wait.
     """
     from rainband.tasks.digits import Digits
 

@@ -66,7 +66,7 @@ def _unequal(zygote: Zygote, rounds: int) -> Row:
 
 def _joining(zygote: Zygote) -> Iterator[Row]:
     memory, (reader, writer) = RoundsMemory(3), os.pipe()
-    memory.exclude(2)  # it comes late: nobody waits for it
+    memory.exclude(2)  # it joins late: the others do not wait for it
     orders = [JoinOrder(rank, "MLP 6M", settling=40) for rank in range(3)]
     ends = [writer, writer, reader]
     processes = [

@@ -296,7 +296,7 @@ class FragmentRun:
 
 
 def _leaves(value: Any, wants_gradient: tuple[bool, ...]) -> Any:
-    """Return the same pytree, detached; tensors that want no gradient stay constants."""
+    """Return the same pytree, detached; tensors that require no gradient stay constants."""
     wants = iter(wants_gradient)
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().requires_grad_(next(wants)), value)
 

@@ -49,7 +49,7 @@ class BatchInFlight:
         return Action(stage, kind, self.number, version)  # type: ignore[arg-type]
 
 
-# size: the state of a stage in a run without flushes: batches, versions and updates belong together.
+# size: numbering, computing and accepting batches depend on the same counters: accepted, updates, samples, skipped
 class WeightStashing:
     """The batches, versions and updates of one worker's stage."""
 

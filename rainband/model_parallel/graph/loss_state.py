@@ -59,7 +59,7 @@ class LossState:
         if isinstance(value, PLAIN):
             self.values[name] = type(value), repr(value)
             return
-        if not isinstance(value, MethodType):  # methods are made anew each time
+        if not isinstance(value, MethodType):  # methods are new objects each time
             self.values[name] = id(value)
         if id(value) not in self._known:
             self._known.add(id(value))

@@ -96,8 +96,8 @@ def split(
     for target in targets.values():
         _check_layers(model, target)
     sizes = _image_sizes(model, {n: targets[n] for n, how in hows.items() if isinstance(how, Tiles)}, example, kwargs)
-    pieces = {name: _pieces(targets[name], how, sizes.get(name)) for name, how in hows.items()}
-    for name, module in pieces.items():  # when nothing can be wrong any more
+    shards = {name: _shards(targets[name], how, sizes.get(name)) for name, how in hows.items()}
+    for name, module in shards.items():  # when nothing can be wrong any more
         targets[name].replace(module)
     return model
 
@@ -184,7 +184,7 @@ def _check_layers(model: nn.Module, target: _Target) -> None:
         raise ValueError(f"'{target.name}' {reason}: split another layer.")
 
 
-def _pieces(target: _Target, how: How, image_size: tuple[int, int] | None) -> nn.Module:
+def _shards(target: _Target, how: How, image_size: tuple[int, int] | None) -> nn.Module:
     layers = list(target.named.values())
     kinds = ", ".join(type(layer).__name__ for layer in layers)
     if isinstance(how, Tiles):

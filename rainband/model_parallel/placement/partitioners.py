@@ -6,16 +6,16 @@ import importlib
 from collections.abc import Callable
 
 from rainband.model_parallel.placement.balanced import balanced
-from rainband.model_parallel.placement.pieces import piece_of
 from rainband.model_parallel.placement.pipedream_planner import interleaved, one_machine_per_stage, pipedream
 from rainband.model_parallel.placement.placement import Placement, check, from_placement
 from rainband.model_parallel.placement.predict import predicted
 from rainband.model_parallel.placement.profile import Profile, Resources
+from rainband.model_parallel.placement.shard_names import shard_of
 
 
 def split_layers(profile: Profile, resources: Resources) -> Placement:
     """Return a partition with the shards of each layer on different machines, even if it is slower; see `balanced`."""
-    if all(piece_of(name) is None for name in profile.names):
+    if all(shard_of(name) is None for name in profile.names):
         raise ValueError(
             f"{profile.model or 'the model'} has no shards to place: split a layer (--split fc1=2), or let another "
             "partitioner plan."
@@ -23,7 +23,7 @@ def split_layers(profile: Profile, resources: Resources) -> Placement:
     where: dict[str, int] = {}
     read: dict[str, set[int]] = {name: set() for name in profile.names}
     for unit in profile.names:
-        number = piece_of(unit)
+        number = shard_of(unit)
         if number is not None:
             where[unit] = number % resources.num_machines
         else:

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 
-from rainband.model_parallel.placement.pieces import piece_of
 from rainband.model_parallel.placement.placement import PlacedStage, Placement
 from rainband.model_parallel.placement.predict import predicted
 from rainband.model_parallel.placement.profile import Profile, Resources
+from rainband.model_parallel.placement.shard_names import shard_of
 
 MAX_BLOCKS = 60  # neighbors are merged until at most this many are left
 SHARD = re.compile(r"(?:_?(?:first|second))?_?(?:layer_shards_\d+|tile\d+_(?:input|layer))")
@@ -39,7 +39,7 @@ def data_then_model_parallel(
 ) -> Placement:
     """Return a pipeline of two stages: what comes before the first split layer, and the rest."""
     blocks = _blocks(profile)
-    at = next(number for number, block in enumerate(blocks) if any(piece_of(unit) is not None for unit in block))
+    at = next(number for number, block in enumerate(blocks) if any(shard_of(unit) is not None for unit in block))
     cuts = [tuple(unit for block in part for unit in block) for part in (blocks[:at], blocks[at:])]
     return _in_stages(profile, cuts, width, splits, resources, "hybrid")
 
@@ -68,8 +68,8 @@ def shares(profile: Profile, units: Sequence[str]) -> dict[str, int]:
     where: dict[str, int] = {}
     read: dict[str, set[int]] = {unit: set() for unit in units}
     for unit in units:
-        piece = piece_of(unit)
-        where[unit] = piece if piece is not None else min(read[unit]) if len(read[unit]) == 1 else 0
+        shard = shard_of(unit)
+        where[unit] = shard if shard is not None else min(read[unit]) if len(read[unit]) == 1 else 0
         for value in profile.made_by(unit):
             for reader in value.readers:
                 if reader in read:
@@ -85,12 +85,12 @@ def _blocks(profile: Profile) -> list[tuple[str, ...]]:
     """Return units that must be in one stage, in order: the shards of a layer, and all between them."""
     last: dict[str, int] = {}
     for number, unit in enumerate(profile.names):
-        if piece_of(unit) is not None:
+        if shard_of(unit) is not None:
             last[SHARD.split(unit)[0]] = number
     blocks: list[tuple[str, ...]] = []
     begin = end = 0
     for number, unit in enumerate(profile.names):
-        if piece_of(unit) is not None:
+        if shard_of(unit) is not None:
             end = max(end, last[SHARD.split(unit)[0]])
         if number >= end:
             blocks.append(profile.names[begin : number + 1])

@@ -1,4 +1,4 @@
-"""Gives servers and workers their state of a checkpoint, and everybody else its model."""
+"""Give servers and workers their state of a checkpoint, and the other workers its model."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class MemoryWriter:
         self.background = background
 
     def advance(self, tell: Callable[[Message], None]) -> None:
-        """Begin to write what the coordinator wants."""
+        """Begin to write the checkpoint that the coordinator requests."""
         wanted, self.server.wanted = self.server.wanted, None
         if wanted is not None:
             self.background.submit(partial(self._write, wanted, tell))

@@ -86,7 +86,7 @@ def _private_text(path: Path) -> str:
         if mode & 0o077:
             raise ValueError(
                 f"the invitation {path} has mode {mode:04o}, so other users can read it: type chmod 600 {path}. If "
-                "somebody may have read it, start the run anew."
+                "another user may have read it, start the run anew."
             )
         return file.read(MAX_BYTES).decode(errors="replace")
 

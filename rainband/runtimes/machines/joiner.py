@@ -69,7 +69,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = (
     15.0,
 )  # before connections are made again; doubled each time, times a random factor
 GIVE_UP_S = 300.0  # without a connection to the coordinator
-REFUSED_S = 20.0  # the same, while its machine answers that nobody listens there
+REFUSED_S = 20.0  # the same, while its machine answers that no process listens there
 FIRST_TRY_S = 30.0  # for the first connection: the run's machine may be busy
 TRY_S = 5.0  # for one attempt to connect again
 TICK_S = 0.5
@@ -348,7 +348,7 @@ class Joiner:
         self.said_leave = True
         self.restarts.clear()
         self.awaited.clear()
-        if self.lost_at is not None or self.welcome is None:  # nobody can be told
+        if self.lost_at is not None or self.welcome is None:  # the run cannot be told
             self.interrupts = 2
             return
         self.say("leaving: the workers finish their current batches; press Ctrl-C again to end now.")
@@ -356,7 +356,7 @@ class Joiner:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Leave in good order after the first Ctrl-C, SIGTERM or SIGHUP, and at once after the second."""
+        """Leave cleanly after the first Ctrl-C, SIGTERM or SIGHUP, and at once after the second."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -186,8 +186,8 @@ class MachineView:
     def may_pass(self, part: RoundData, length: int, has_room: bool) -> bool:
         """Return True if a part of tensors may be sent before the words that announce it, in the order of parts.
 
-        A slot may be written, here and elsewhere, since all members have read what was in it. A state may not: who
-        waits for it looks for its words only.
+        A slot may be written, here and elsewhere, since all members have read what was in it. A state may not: a
+        worker that waits for it checks its words only.
         """
         if part.kind == STATE or part.rank in self.hosted:
             return False
@@ -273,7 +273,7 @@ class RoundsRelay:
         if not 0 <= message.offset <= end <= message.num_bytes:
             raise ValueError(f"bytes {message.offset} to {end} of {message.num_bytes} are no part of a round")
         if message.kind == STATE:
-            self.words.of[message.rank][STATE_POSITION] = 0  # nobody may read it until it is whole
+            self.words.of[message.rank][STATE_POSITION] = 0  # not to be read until it is whole
         self.rooms.data(message.rank, message.kind, message.num_bytes)[message.offset : end] = body
 
 

@@ -57,7 +57,7 @@ from rainband.transports.hub import Hub
 from rainband.transports.shared_memory import SharedSegment
 from rainband.transports.shared_rounds import RoundsMemory
 
-CAN_CONTINUE = 75  # the exit code of a run that was stopped in good order, and has a checkpoint
+CAN_CONTINUE = 75  # the exit code of a run that was stopped cleanly, and has a checkpoint
 GRACE_S = 1.0
 EXIT_KNOWN_S = 0.2  # how long after its connections have closed the zygote may report how a process ended
 STOP_WITHIN_S = 0.2  # a worker that does not stop is in a call that cannot be interrupted: it is tried again later
@@ -155,7 +155,7 @@ class Launcher(Run):
         return MachineHost(self.config, self.run_id, secret, self.directory) if self.config.listen else None
 
     def _make_rounds(self) -> RoundsMemory:
-        """Make the memory for shared batches, with room for workers of other machines; nobody waits for these yet."""
+        """Make the memory for shared batches, with room for those of other machines, for which no worker waits."""
         number = max(self.config.num_workers, self.config.ray.max_workers or 0)
         rounds = RoundsMemory(number + MAX_JOINING if self.machines is not None else number)
         for rank in range(number, rounds.num_ranks):
@@ -378,7 +378,7 @@ class Launcher(Run):
         return peer in self.causes
 
     def _look_after_workers(self) -> None:
-        """Exclude workers that send no heartbeats from rounds of split batches, so that nobody waits for them."""
+        """Exclude workers that send no heartbeats from rounds of split batches, so that no worker waits for them."""
         if self.rounds is None or not isinstance(self.zygote, Zygote):
             return
         workers = self.coordinator.state.workers

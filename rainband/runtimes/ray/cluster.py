@@ -103,7 +103,7 @@ def _connect(ray: Any, address: str, needed_cpus: float) -> None:
     try:
         ray.init(
             address=address,
-            log_to_driver=False,  # the output of the processes comes with their signs of life
+            log_to_driver=False,  # the output of the processes arrives with their heartbeats
             logging_level=logging.WARNING,
             **(of_local if address == LOCAL else {}),
         )

@@ -33,7 +33,7 @@ STOPPED_WITHIN_S = 2.0  # beyond the grace period
 # At one time: each process has a call that waits for its end, and perhaps one that replaces it.
 CALLS_OF_PROCESS, OTHER_CALLS = 2, 3
 MOVED_AFTER = 2.0  # in failure timeouts
-PULSES = 5  # signs of life in a failure timeout
+PULSES = 5  # heartbeats in a failure timeout
 
 
 Role = tuple[str, int]  # such as ("worker", 3)
@@ -61,7 +61,7 @@ class Host:
         self.node = ""  # its node's ID; "": it has not answered yet
         self.read_to = 0  # in the output of its processes
         self.line = b""  # the beginning of a line of that
-        self.is_asked = False  # for a sign of life
+        self.is_asked = False  # for a heartbeat
         self.unanswered = 0  # how often it would have been asked again, since it was
         self.is_dead = False
 
@@ -71,7 +71,7 @@ class Host:
         return bool(self.node) and self.unanswered > PULSES
 
 
-# size: the actors of all processes, with the reserved places, signs of life and events of all
+# size: the actors of all processes, with the reserved places, heartbeats and events of all
 class ActorStarter:
     """Has actors start processes, each in its place in the cluster."""
 
@@ -122,7 +122,7 @@ class ActorStarter:
             bundles.append(times(size, places.worker_needs))
             first += size
         self.group = placement_group(bundles, strategy="SPREAD")
-        threading.Thread(target=self._keep_pulse, name="signs of life", daemon=True).start()
+        threading.Thread(target=self._keep_pulse, name="heartbeats", daemon=True).start()
 
     # ---- the functions of a fork server -----------------------------------------------------------------------------
 
@@ -276,7 +276,7 @@ class ActorStarter:
                 with suppress(BlockingIOError):  # it is awake already
                     self.writer.send(b".")
 
-    # ---- signs of life ----------------------------------------------------------------------------------------------
+    # ---- heartbeats ----------------------------------------------------------------------------------------------
 
     def _keep_pulse(self) -> None:
         """Tell all actors regularly that the driver is there: without that, they end. They answer with their output."""

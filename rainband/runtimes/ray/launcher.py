@@ -40,7 +40,7 @@ from rainband.transports.connect import host_and_port
 PLACED_WITHIN_S = 5.0  # usually; later, a warning names what is missing
 MOST_FAILED_STARTS = 5  # of one worker, one after the other, before it is given up
 OPEN = (
-    "the Ray cluster demands no token, so anybody who reaches its ports can run programs on it. Start its nodes with "
+    "the Ray cluster demands no token, so everyone who reaches its ports can run programs on it. Start its nodes with "
     "RAY_AUTH_MODE=token, and put the token into ~/.ray/auth_token."
 )
 STARTING = ("forming", "loading", "running")
@@ -148,7 +148,7 @@ class RayLauncher(Launcher):
     def emit(self, event: events.AnyEvent) -> None:
         is_alone = isinstance(event, events.Warned) and event.text == NOBODY_LEFT
         returns = any(self._may_return(Peer("worker", rank, life)) for rank, life in self.incarnations.items())
-        if not (is_alone and returns):  # otherwise nobody need do anything
+        if not (is_alone and returns):  # otherwise there is nothing to do
             super().emit(event)
 
     def _exclude(self, worker: Peer) -> None:

@@ -33,7 +33,7 @@ CHECK_S = 0.2  # between two looks at the node and the driver
 # In failure timeouts: a driver that is silent for longer is lost. The rest of the second timeout is for ending.
 DRIVER_LOST_AFTER = 1.5
 ABANDONED_S = 60.0
-OUTPUT_BYTES = 1 << 18  # sent with one sign of life
+OUTPUT_BYTES = 1 << 18  # sent with one heartbeat
 OF_RAY = "ray/thirdparty_files"  # Ray's own copies of packages, on the path of its workers only
 
 
@@ -69,7 +69,7 @@ class RoleHost:
         self.order = msgspec.msgpack.decode(order, type=HostOrder)
         self.archive = code
         self.raylet = os.getppid()  # the process that manages this node, as long as it lives
-        self.silent_s = 0.0  # since the driver's last sign of life
+        self.silent_s = 0.0  # since the driver's last heartbeat
         self.running: dict[
             tuple[str, int], tuple[int, str]
         ] = {}  # role and index -> the token and title of the process
@@ -123,7 +123,7 @@ class RoleHost:
             pass
 
     def pulse(self, read_from: int) -> tuple[str, bytes]:
-        """Take a sign of life of the driver; return this node's ID, and output of the processes from an offset on."""
+        """Take a heartbeat of the driver; return this node's ID, and output of the processes from an offset on."""
         self.silent_s = 0.0
         return _node_id(), os.pread(self.output.fileno(), OUTPUT_BYTES, read_from)
 
@@ -193,9 +193,9 @@ class RoleHost:
                 self.ended[event.token] = HostedEnd(event.code, event.signal, event.error)
 
     def _watch(self) -> None:
-        """End everything when this node's Ray or the driver is lost: another node has taken over, or nobody listens.
+        """End everything when this node's Ray or the driver is lost: another node has taken over, or none listens.
 
-        The time of a pause of this process itself counts little, so that a sign of life that waits is taken first.
+        The time of a pause of this process itself counts little, so that a heartbeat that waits is taken first.
         """
         limit_s = DRIVER_LOST_AFTER * self.order.failure_timeout_s
         looked_at = time.monotonic()
@@ -206,7 +206,7 @@ class RoleHost:
             if os.getppid() != self.raylet:
                 self._abandon("Ray has ended on this node")
             elif self.silent_s > limit_s:
-                self._abandon(f"the driver of the run is lost: no sign of life for {limit_s:g} s")
+                self._abandon(f"the driver of the run is lost: no heartbeat for {limit_s:g} s")
 
     def _abandon(self, why: str) -> None:
         titles = " and ".join(title for _, title in self.running.values()) or "nothing"

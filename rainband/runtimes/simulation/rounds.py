@@ -86,7 +86,7 @@ class SimulatedRounds:
         while len(self.memory.words) <= node.peer.index:  # a worker that is started later, besides those of the start
             self.memory.add_rank(like)
             if len(self.memory.words) <= node.peer.index:
-                self.memory.exclude(len(self.memory.words) - 1)  # nobody waits for one that may never start
+                self.memory.exclude(len(self.memory.words) - 1)  # no worker waits for one that may never start
         return SimulatedBoard(self, self.memory, node)
 
     def exchange_s(self, num_bytes: int, members: int) -> float:

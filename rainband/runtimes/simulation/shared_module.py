@@ -94,7 +94,7 @@ class WrittenGradient(Gradient):
 
 
 class WrittenValues:
-    """Values that nobody writes to any more: a port need not copy them."""
+    """Values that are never written to again: a port need not copy them."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor

@@ -510,7 +510,7 @@ class TrainingLoop(OfSharedBatches):
 
 
 def is_normal_exit(error: BaseException | None) -> bool:
-    """Return True for `sys.exit()` and `sys.exit(0)`, with which a script ends in good order."""
+    """Return True for `sys.exit()` and `sys.exit(0)`, with which a script ends normally."""
     return isinstance(error, SystemExit) and error.code in (None, 0)
 
 

@@ -16,7 +16,7 @@ SAMPLES = 64  # elements of each parameter that are compared; others after every
 
 
 class GradientWatch:
-    """Tells whether the gradients hold anything of the batches drawn but not stepped on.
+    """Detects whether the gradients hold anything of the batches drawn but not stepped on.
 
     It compares them with those at the last draw, without copies: by their version counters.
     """

@@ -1,13 +1,13 @@
-r"""AD-PSGD: workers average their models with one neighbor at a time, and wait for nobody (Lian et al. 2018).
+r"""AD-PSGD: workers average their models with one neighbor at a time, without waiting for others (Lian et al. 2018).
 
     g_i  = gradient(x_i, batch of worker i)          at a copy of x_i
     j    = a neighbor of i in the graph, at random
-    x_i, x_j <- (x_i + x_j) / 2                      at once: nobody sees one without the other
+    x_i, x_j <- (x_i + x_j) / 2                      at once: no worker sees one without the other
     x_i <- x_i - lr * g_i                            on each worker i, at its own pace
 
 While worker i computes, others may average with its model: so its gradient can be stale. The mean of the models moves
-by -lr * g_i / K for each gradient, and averaging does not move it. A slow worker makes fewer steps, and holds nobody
-back; its model follows those of its neighbors. At the end, the result is the mean.
+by -lr * g_i / K for each gradient, and averaging does not move it. A slow worker makes fewer steps, and delays no
+other; its model follows those of its neighbors. At the end, the result is the mean.
 
 The paper keeps workers from waiting for each other in a circle by a graph with two sides, of which one asks and the
 other answers. Here the models are in the memory of one machine, and a worker locks two of them in the order of their

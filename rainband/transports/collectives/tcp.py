@@ -4,7 +4,7 @@ One thread plays a rank's message program: it sends what may be sent, receives w
 next messages are on their way. A message is a header and the bytes of a slice; both ends derive their order from the
 table, so the header only says to which round and attempt it belongs.
 
-With `on_lost="continue"`, every rank tells all others when it has done its part, and returns when all have. When a
+With `on_lost="continue"`, every rank informs all others when it has done its part, and returns when all have. When a
 connection breaks before, the survivors report to each other which ranks they have lost and which had done their parts,
 until they agree on the lost ranks. If together they know that all had done their parts, the round counts: some rank may
 have returned. Otherwise none has, and they start again, without the lost ranks.

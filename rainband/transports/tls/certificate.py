@@ -86,7 +86,7 @@ def check_fingerprint(der: bytes | None, expected: bytes) -> None:
     """Raise unless a certificate is the one that was expected."""
     if not hmac.compare_digest(fingerprint(der or b""), expected):
         raise HandshakeFailed(
-            "the certificate is not the one of the invitation: the address belongs to another run, or somebody "
+            "the certificate is not the one of the invitation: the address belongs to another run, or an attacker "
             "intercepts the connection. Use the invitation of the run that is there now (rainband invite)."
         )
 

@@ -1,7 +1,8 @@
 """One end of a tunnel: a worker connects to the run's machine, which joins this connection to that of another worker.
 
-Both ends authenticate to the run's machine, over TLS, and say whom they want. When both are there, they leave TLS, and
-the run's machine only copies bytes. The two workers then do TLS and the handshake with each other: it reads nothing.
+Both ends authenticate to the run's machine, over TLS, and name the other worker. When both are there, they leave TLS,
+and the run's machine only copies bytes. The two workers then do TLS and the handshake with each other, so it can read
+nothing.
 """
 
 from __future__ import annotations

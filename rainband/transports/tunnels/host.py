@@ -69,7 +69,9 @@ class TunnelHost:
         self.hub = hub
         self.peer_of = peer_of
         self.ask = ask
-        self.waiting: dict[tuple[int, int], Peer] = {}  # (who asks, who is to answer) -> the connection's node
+        self.waiting: dict[
+            tuple[int, int], Peer
+        ] = {}  # (the worker that asks, the one that is to answer) -> the connection's node
         self.tunnels: list[Tunnel] = []
         self.opened: list[Tunnel] = []  # since they were last looked at
 

@@ -169,7 +169,7 @@ def _waits(folded: Folded, workers: Mapping[int, WorkerFacts]) -> list[Sentence]
     if held and len(workers) > 1:
         holder = max(held, key=lambda rank: held[rank])
         share = held[holder] / waited_s if waited_s else 0.0
-        ahead = share > 1.5 / len(workers)  # in lock-step, everyone waits a little for everyone
+        ahead = share > 1.5 / len(workers)  # in lock-step, each worker waits a little for each other
         if share > MUCH_HELD and ahead and held[holder] > WORTH_A_WORD_S * len(workers):
             of_all = f"{min(100, round(100 * share))} % of all waiting"
             text = f"The others have waited {duration(held[holder])} for worker {holder}: {of_all}."

@@ -143,7 +143,7 @@ def random_case(seed: int, strategy: str | None = None) -> Case:
     )
     script = random_script(random, num_workers, num_servers, chances)
     if KINDS[name].known in IN_ROUNDS:
-        num_servers = 0  # faults of servers strike nobody
+        num_servers = 0  # faults of servers have no effect
     return Case(seed, name, num_workers, num_servers, script)
 
 

@@ -119,7 +119,7 @@ class SplitBatches(LoaderStandIn):
             self.rounds.end(one)
 
     def _read_ahead(self, one: Pass, batches: Iterator[Any], parts: PartLoader) -> Iterator[Any]:
-        """Yield this worker's piece of each batch, of several batches in a round."""
+        """Yield this worker's samples of each batch, of several batches in a round."""
         drawn = enumerate(iter(lambda: list(islice(batches, self.batches_ahead)), []))
         while (index := self.rounds.draw(one)) is not None:
             several = next((several for k, several in drawn if k == index), [])
@@ -128,7 +128,7 @@ class SplitBatches(LoaderStandIn):
             if part.is_over:
                 break
             at = 0
-            for size in part.pieces or (len(part.samples),):
+            for size in part.batch_sizes or (len(part.samples),):
                 samples = part.samples[at : at + size] or part.samples[:MIN_SAMPLES]  # those do not count
                 at += size
                 yield parts.now(samples)

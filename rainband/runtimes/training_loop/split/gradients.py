@@ -163,7 +163,7 @@ class GradientExchange:
             if self.state.is_sum:
                 raise ValueError("run.weight(...) is for means, and this loss is a sum over samples: omit it.")
             raise ValueError("run.weight(...) and run.no_sync() cannot be combined: accumulate without run.no_sync().")
-        if self.part is not None and self.part.pieces and self.uses_loaders:
+        if self.part is not None and self.part.batch_sizes and self.uses_loaders:
             raise ValueError(
                 "this loop draws several batches before their backward passes, so each of these averages gradients: "
                 "omit run.no_sync(), and use a loss that is a mean over samples, not a sum."
@@ -241,10 +241,10 @@ class GradientExchange:
             return float(self.last_samples)
         if not self.part.weight:
             return 0.0  # another worker has this part, too
-        pieces = self.part.pieces
-        if self.weight is not None or not pieces:
+        batch_sizes = self.part.batch_sizes
+        if self.weight is not None or not batch_sizes:
             return self.weight
-        return float(pieces[min(self.exchanges, len(pieces) - 1)])  # of the batch of this backward pass
+        return float(batch_sizes[min(self.exchanges, len(batch_sizes) - 1)])  # of the batch of this backward pass
 
     def _put(self, tensors: list[Tensor | None], alone: bool) -> None:
         count = len(self.tensors.parameters)

@@ -156,7 +156,7 @@ class SamplerOrder:
 
 
 class StreamOrder:
-    """Batches of a loader that tells no sample numbers; one that shuffles must give the same on all workers."""
+    """Batches of a loader without sample numbers; one that shuffles must give the same on all workers."""
 
     drop_last = False
     pass_samples = None

@@ -80,7 +80,7 @@ class Pass:
 
 
 class OpenPasses:
-    """All passes of one worker: tells each of them which batch is next, and cuts it."""
+    """All passes of one worker: chooses the next batch of each, and cuts it."""
 
     def __init__(
         self,
@@ -186,15 +186,15 @@ class OpenPasses:
         if batch is None:
             return Part((), is_over=True)
         if one.kind == "whole":
-            return Part(batch, 0, len(batch), len(batch), pieces=tuple(lengths))
+            return Part(batch, 0, len(batch), len(batch), batch_sizes=tuple(lengths))
         samples: list[int] = []
-        pieces: list[int] = []
+        batch_sizes: list[int] = []
         for length in lengths or (len(batch),):
             own = self.exchange.cut_beside(batch[:length], self.state.is_sum)
             batch = batch[length:]
             samples += own
-            pieces.append(len(own))
-        return Part(samples, 0, len(samples), len(samples), pieces=tuple(pieces))
+            batch_sizes.append(len(own))
+        return Part(samples, 0, len(samples), len(samples), batch_sizes=tuple(batch_sizes))
 
     # ---- the state ----
 

@@ -51,7 +51,7 @@ class StepChecks:
             handle.remove()
 
     def begin_round(self) -> None:
-        """Settle the round before, and tell if it used gradients that nobody averages."""
+        """Settle the round before, and report if it used gradients that are not averaged."""
         self.settle()
         if self.gradients.num_workers > 1:
             tensors = self.gradients.tensors
