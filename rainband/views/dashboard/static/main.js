@@ -85,8 +85,8 @@ function follow() {
 }
 
 async function listRuns() {
-  const answer = await connection.ask("/api/runs");
-  if (!answer.ok) return;
+  const answer = await connection.ask("/api/runs").catch(() => null); // the server may have ended
+  if (!answer?.ok) return;
   const { chosen, runs } = await answer.json();
   const select = $("runs");
   const options = runs.map((run) => el("option", { value: run.name }, `${run.name} (${run.state})`));
