@@ -62,7 +62,7 @@ class ParameterWatch:
     """Notices parameters that the loop itself changes. Servers hold the parameters, and would overwrite the change.
 
     Their version counters rise with each change in place, but with none of the run, and with none made through `.data`:
-    so some elements are compared, too. A checksum shows a change from one that was taken back. Where that is not
+    so some elements are compared, too. A checksum differs unless the change was taken back. Where that is not
     enough, copies are kept from then on.
     """
 
