@@ -516,7 +516,7 @@ class Heartbeat(Message, frozen=True, tag=111):
     steps: int = 0
     samples: int = 0
     loss: float = 0.0  # mean over the samples since the last heartbeat
-    loss_samples: float = 0
+    loss_samples: float = 0.0
     pushed_bytes: int = 0
     pulled_bytes: int = 0
     torn_reads: int = 0
