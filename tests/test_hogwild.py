@@ -148,7 +148,6 @@ def test_a_copy_for_a_checkpoint_has_exactly_the_updates_that_are_marked() -> No
     hogwild_server, memory = kept()
     batches = [Batch(portion, k, 1) for portion in range(memory.plan.num_portions) for k in range(4)]
     batches = [b for b in batches if memory.plan.full(b.portion) >> b.k & 1]
-    ended = threading.Event()
 
     def work(worker: int) -> None:
         for batch in batches[worker::2]:
@@ -157,14 +156,11 @@ def test_a_copy_for_a_checkpoint_has_exactly_the_updates_that_are_marked() -> No
                 for part in vector.split(3):
                     part += 1
             memory.wrote(worker, batch, 0)
-        ended.set()
 
     threads = [threading.Thread(target=work, args=(worker,)) for worker in (0, 1)]
     for thread in threads:
         thread.start()
-    copies = []
-    while not ended.is_set():
-        copies.append(copy_paused(hogwild_server))
+    copies = [copy_paused(hogwild_server) for _ in range(10)]
     for thread in threads:
         thread.join()
     for blocks in copies:
