@@ -182,9 +182,13 @@ class WorkerNode(Node):
             self.cluster.kill(self)
 
     def receive(self, sender: Peer, message: Message, payload: Payload) -> None:
-        self.inbox.append((message, payload))
-        if self.waiting is not None:
-            self._look()
+        if self.waiting is None or self.inbox or self.later or self.clock.now < self.busy_until:
+            self.inbox.append((message, payload))
+            if self.waiting is not None:
+                self._look()
+        elif not self.over:  # at once: this is the hottest call
+            self._take(message, payload)
+            self._continue_if_ready()
 
     def can_wait_with(self, ack: Ack) -> bool:
         """Return True if handling this answer would neither wake the worker nor send a message, so that it may wait."""
@@ -199,6 +203,9 @@ class WorkerNode(Node):
             self.clock.at(self.busy_until, lambda: self.wake(self.look_if_waiting))
             return
         self._take_all()
+        self._continue_if_ready()
+
+    def _continue_if_ready(self) -> None:
         if self.over or self.waiting is None:
             return
         if self.waiting.ready():
