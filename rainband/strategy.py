@@ -78,12 +78,6 @@ class Requirements:
             return "makes workers wait for each other, and only runs in which no worker waits can be replayed"
         return self.not_replayable
 
-    def checkpoint_obstacle(self, workers_per_replica: int = 1) -> str:
-        """Return why a run cannot be continued from a checkpoint; empty: it can."""
-        if workers_per_replica > 1 and not self.servers:
-            return "its workers compute one model together, in stages, and have its optimizer"
-        return ""
-
 
 # Of strategies whose workers make steps of their own and exchange models in rounds.
 LOCAL_STEPS = Requirements(servers=False, optimizer="workers", waits="rounds", local_steps=True, whole_model=True)

@@ -1,4 +1,4 @@
-"""Models in stages, whose parameters servers hold, continue from a checkpoint, in simulations."""
+"""Models in stages continue from a checkpoint, in simulations."""
 
 from __future__ import annotations
 
@@ -72,3 +72,54 @@ def test_each_stage_gets_its_own_statistics_back(tmp_path: Path) -> None:
     for name, values in again.parameters.items():
         if "num_batches_tracked" in name:
             assert saved[name] > 0 and values >= saved[name]
+
+
+STEPPING = {  # strategies whose stages have their optimizers, and the number of replicas of the first stage
+    "single": ("single", {}, 1),
+    "pipedream": ("pipedream", {}, 1),
+    "replicas": ("pipedream", {}, 2),
+    "2bw": ("pipedream", {"pipedream_2bw": True}, 1),
+    "vertical sync": ("pipedream", {"vertical_sync": True}, 1),
+}
+
+
+EVERY_S = {case: 8.0 if case == "single" else 3.0 for case in STEPPING}
+
+
+def stepping(directory: Path, case: str, **more: Any) -> CheckpointRun:
+    strategy, settings, replicas = STEPPING[case]
+    plan = planned(Normed(), 2, replicas=[replicas, 1])  # type: ignore[arg-type]
+    settings = {"optimizer": "adam", "lr": 0.01, **settings}
+    return train(directory, strategy, settings, Normed(), plan.size, 0, stage_plan=plan, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", STEPPING)
+def test_stages_that_step_by_themselves_continue_after_the_same_batch(tmp_path: Path, case: str) -> None:
+    before = stepping(tmp_path / "a", case, checkpoint_every_s=EVERY_S[case], keep=99)
+    assert before.result.outcome == "finished", before.result.reason
+    assert len(before.checkpoints) >= 2 and not before.events(events.Warned)
+    for number, checkpoint in enumerate(before.checkpoints):
+        manifest = opened(checkpoint).manifest
+        assert len({str(block.open) + str(block.first_open) for block in manifest.blocks}) == 1
+        assert model_of(opened(checkpoint)).keys() == Normed().model().state_dict().keys()
+        rest = [later for later in before.checkpoints if later > checkpoint]
+        every_s = 0.0 if case == "single" else EVERY_S[case]
+        after = stepping(tmp_path / f"b{number}", case, resume_from=checkpoint, checkpoint_every_s=every_s)
+        assert after.result.outcome == "finished", after.result.reason
+        assert after.result.accounting["applied"] == 36 and not after.result.accounting["applied_twice"]
+        if case == "single" or not rest:  # a checkpoint empties the pipeline, so its moment matters
+            for name, values in before.parameters.items():
+                assert torch.equal(after.parameters[name], values)
+
+
+@pytest.mark.parametrize("case", STEPPING)
+def test_stages_that_are_stopped_end_after_the_same_batch(tmp_path: Path, case: str) -> None:
+    before = stepping(tmp_path / "a", case, checkpoint_every_s=1e6, stop_at_s=12.0)
+    assert (before.result.outcome, before.result.exit_code) == ("stopped", 75), before.result.reason
+    [checkpoint] = before.checkpoints
+    assert opened(checkpoint).manifest.step == before.result.accounting["applied"] > 0
+    saved = model_of(opened(checkpoint))
+    for name, values in before.parameters.items():
+        assert torch.equal(saved[name], values)
+    after = stepping(tmp_path / "b", case, resume_from=checkpoint)
+    assert after.result.outcome == "finished" and after.result.accounting["applied"] == 36

@@ -36,11 +36,11 @@ class Checkpoint:
     def has(self, name: str) -> bool:
         return name in self._files
 
-    def state(self, name: str) -> Any:
-        """Return the nested state of a file."""
+    def state(self, name: str, is_wanted: Callable[[str], bool] = lambda tensor: True) -> Any:
+        """Return the nested state of a file, with None in the place of tensors that are not wanted."""
         file = self.file(name)
         try:
-            return tree.joined(file.state, file.tensor)
+            return tree.joined(file.state, lambda tensor: file.tensor(tensor) if is_wanted(tensor) else None)
         except ValueError as error:
             raise BadCheckpoint(file.name, str(error)) from None
 

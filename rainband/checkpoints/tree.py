@@ -19,7 +19,7 @@ def split(value: Any) -> tuple[str, dict[str, Tensor]]:
     return msgspec.json.encode(_plain(value, tensors, "")).decode(), tensors
 
 
-def joined(text: str, tensor: Callable[[str], Tensor]) -> Any:
+def joined(text: str, tensor: Callable[[str], Tensor | None]) -> Any:
     """Return what `split` has split; `tensor` returns a tensor by its name. Raise ValueError for any other text."""
     try:
         return _nested(msgspec.json.decode(text), tensor, 0)
@@ -51,7 +51,7 @@ def _plain(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
     )
 
 
-def _nested(value: Any, tensor: Callable[[str], Tensor], depth: int) -> Any:
+def _nested(value: Any, tensor: Callable[[str], Tensor | None], depth: int) -> Any:
     if depth > MAX_DEPTH:
         raise ValueError(f"its structure is nested more than {MAX_DEPTH} levels deep")
     if not isinstance(value, dict):

@@ -48,6 +48,11 @@ class StageModel(WorkerModel[StageWorker]):
         self.links.say_end()
         self.links.forget_ends()
 
+    def return_leases(self, worker: StageWorker) -> None:
+        super().return_leases(worker)
+        if worker.accounting is not None:
+            worker.accounting.report_rest()
+
     def has_order(self, worker: StageWorker) -> bool:
         return not worker.leads and not self.leader_is_lost and worker.next_order().ready()
 

@@ -131,10 +131,17 @@ class Submodel:
 
     def held(self) -> dict[str, Tensor]:
         """Return the parameters and buffers that are saved from here, under the model's names, each once."""
+        return {} if self.replica else self.held_parameters() | self.buffers()
+
+    def held_parameters(self) -> dict[str, Tensor]:
+        """Return the parameters that are saved from here, under the model's names, each once."""
         if self.replica:
             return {}
-        parameters = {name: p.data for name, p in self.model.named_parameters() if self.owner[id(p)] == self.rank}
-        return parameters | self.buffers()
+        return {name: p.data for name, p in self.model.named_parameters() if self.owner[id(p)] == self.rank}
+
+    def used(self) -> set[str]:
+        """Return the names of the parameters that have values here, also those that another worker holds."""
+        return {name for name, p in self.model.named_parameters() if p.numel() and not p.is_meta}
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the buffers that are used here; on the first machine also those that no machine uses."""

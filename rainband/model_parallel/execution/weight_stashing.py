@@ -92,6 +92,11 @@ class WeightStashing:
         self.in_flight: dict[int, BatchInFlight] = {}
         self.runs: dict[int, MicrobatchRun] = {}
 
+    def begin_at(self, accounting: LocalAccounting) -> None:
+        """Continue after the batches that are accepted: random numbers depend on the number of a batch."""
+        self.accepted = accounting.accepted_set.count
+        self.empty_at = self.accepted, 0
+
     @property
     def optimizer(self) -> Optimizer | None:
         return self.stage.versions.optimizer

@@ -28,6 +28,7 @@ from rainband.model_parallel.execution.submodel import Submodel, copy_tied
 from rainband.model_parallel.execution.weight_stashing import WeightStashing
 from rainband.model_parallel.graph.eval_graph import evaluating
 from rainband.protocol.accounting import NO_WEIGHT
+from rainband.protocol.messages import TakeSnapshot
 from rainband.strategy import Batch, BatchPart, WorkItem
 from rainband.worker.worker import ModuleWorker
 
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from rainband.worker.pulls import PullHandle
 
 LEADER = 0  # the rank of the worker that has the leases
+FLUSH = WorkItem((), more=False)  # empties a pipeline
 
 
 class StageServers:
@@ -124,12 +126,21 @@ class StageWorker(ModuleWorker):
             client.open_rounds_with(self._opened_for_all)
         self.samples_seen = 0  # samples
         self.before_item: Callable[[], None] | None = None  # evaluates now and then; on the leader
+        self.stashing: WeightStashing | None = None  # of a stage that steps by itself
+        self.is_flushed = True  # no batch of an announced work item is in the pipeline
         self.fragment_runs = [self.submodel.new_run()]
         links.watch_ends()
 
     @property
     def seen(self) -> int:
         return self.samples_seen
+
+    @property
+    def stage_optimizer(self) -> torch.optim.Optimizer | None:
+        """Return the optimizer of this worker's stage; None: servers have it, or the stage has no parameters."""
+        if self.stashing is not None:
+            return self.stashing.optimizer
+        return None if self.local_optimizer is None else self.local_optimizer.optimizer
 
     @property
     def leads(self) -> bool:
@@ -151,17 +162,47 @@ class StageWorker(ModuleWorker):
         while not client.finished and not client.stopping:
             if self.before_item is not None and not announced:  # while no batch is under way
                 self.before_item()
-            while len(announced) <= self.lookahead and (work_item := client.next_item()) is not None:
-                announced.append(work_item)
-                batches = [[batch.portion, batch.k, batch.lease] for batch in work_item.batches]
-                self.order("item", [batches, work_item.round, work_item.more])
-                self.resting = False
-                self.asked_round, self.opening = -1, []
+            while self._announces_more(announced) and (work_item := client.next_item()) is not None:
+                announced.append(self._announce(work_item))
+            if self._wants_snapshot() and not self.is_flushed:  # now: replicas wait for each other's batches
+                announced.append(self._announce(FLUSH))
             if announced:
                 yield announced.popleft()
+            elif self._wants_snapshot():
+                self._take_together()
             else:
                 self.idle()
                 await AnyOf([client.state_changed(), *(a for a in self.opening if not a.ready())], self.links)
+
+        if self.stashing is not None:  # what the others were told is done, so that all stages end at one update
+            if not self.is_flushed:
+                announced.append(self._announce(FLUSH))
+            for work_item in announced:
+                yield work_item
+        if self._wants_snapshot():
+            self._take_together()
+
+    def _announces_more(self, announced: Sequence[WorkItem]) -> bool:
+        return len(announced) <= self.lookahead and not self._wants_snapshot()
+
+    def _announce(self, work_item: WorkItem) -> WorkItem:
+        batches = [[batch.portion, batch.k, batch.lease] for batch in work_item.batches]
+        self.order("item", [batches, work_item.round, work_item.more])
+        self.resting = False
+        self.asked_round, self.opening = -1, []
+        self.is_flushed = self.stashing is None or not work_item.more
+        return work_item
+
+    def _wants_snapshot(self) -> bool:
+        snapshots = self.snapshots
+        return snapshots is not None and snapshots.steps_itself and snapshots.wanted is not None
+
+    def _take_together(self) -> None:
+        """Copy the state of all workers of the replica, for a checkpoint: no batch is in the pipeline."""
+        assert self.snapshots is not None and self.snapshots.wanted is not None
+        wanted = self.snapshots.wanted
+        self.order("snapshot", [wanted.number, wanted.folder])
+        self.snapshots.take(wanted)
 
     def _opened_for_all(self, round_: int) -> bool:
         """Return True if the round has opened on the others' blocks, too; asks them. A new work item ends the question.
@@ -212,7 +253,13 @@ class StageWorker(ModuleWorker):
         while True:
             what, payload = await self._next_order()
             if what == "over":
+                if self._wants_snapshot():  # of the end: this worker is there
+                    self.at_boundary()
                 return
+            if what == "snapshot":
+                assert self.snapshots is not None
+                self.snapshots.take(TakeSnapshot(*payload))
+                continue
             if what == "round":
                 self.client.pulls.round(payload)
                 self.question = RoundQuery(self.orders - 1, self.client)
@@ -314,7 +361,12 @@ class StageWorker(ModuleWorker):
             self.client.stats.steps += 1
 
     def stage(self, spec: OptimizerSpec, schedule: Schedule, how: StageVersions) -> WeightStashing:
-        return WeightStashing(self, spec, schedule, how)
+        self.stashing = stashing = WeightStashing(self, spec, schedule, how)
+        self.accounting = stashing.accounting
+        if self.snapshots is not None:
+            self.snapshots.put_training()
+            stashing.begin_at(self.accounting)
+        return stashing
 
     def seed_of(self, batch: Batch) -> int:
         return self._seed(batch)
