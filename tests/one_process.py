@@ -95,7 +95,8 @@ class OneProcess:
 
     def before_training(self, worker: object) -> None: ...
 
-    resume_from = ""
+    def source(self) -> Any:
+        """Return None: the run begins anew."""
 
     def save_state(self, snapshot: object, state: object, block: object, step: int = 0) -> None: ...
 

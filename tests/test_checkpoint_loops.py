@@ -1,24 +1,43 @@
-"""Custom training loops whose workers share each batch continue from a checkpoint as if nothing had happened."""
+"""Custom training loops continue from a checkpoint as if nothing had happened: shared batches, leased ones, rounds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from rainband.checkpoints import tree
+from rainband.checkpoints.read import all_names
 from rainband.checkpoints.store import LocalStore
 from rainband.checkpoints.tensor_file import TensorFile
 from rainband.checkpoints.write import write_file
+from rainband.coordinator.coordinator import Coordinator, RunSettings
+from rainband.protocol.messages import COORDINATOR, Assign, Message, Peer
 from rainband.rounds.board import LocalBoard, SharedMemory
 from rainband.rounds.rounds import RoundExchange
+from rainband.runtimes.checkpoints.background import AtOnce
+from rainband.runtimes.checkpoints.committer import Committer
+from rainband.runtimes.checkpoints.place import facts_of, opened, restore_of
+from rainband.runtimes.checkpoints.restore import restore_server
+from rainband.runtimes.checkpoints.write import ServerWriter, write_worker
+from rainband.runtimes.config import RunConfig
+from rainband.runtimes.training_loop.local_steps import LocalStepsLoop
+from rainband.runtimes.training_loop.loop import TrainingLoop
 from rainband.runtimes.training_loop.split.state import LoopState
+from rainband.strategies.averaging.averaging import Averaging
+from rainband.strategies.averaging.diloco import Diloco
+from rainband.strategies.single import Single
+from rainband.strategy import Strategy
+from rainband.transports.shared_rounds import RoundsMemory
 from rainband.worker.saving.snapshots import copied
+from tests.one_process import OneProcess
 from tests.split_group import Group, run_group
 
 EPOCHS, BATCHES = 4, 5
@@ -113,3 +132,94 @@ def test_a_loop_continues_with_another_number_of_workers_up_to_rounding(tmp_path
         assert after.steps == before.steps[7:] and after.rates == before.rates[7:]
         first, again = (dict(models[0].named_parameters()) for models in (before.models, after.models))
         assert all(torch.allclose(first[name], again[name], atol=1e-4) for name in first)
+
+
+# ---- batches of one worker: leased, or in rounds of models ----
+
+
+class Saving(OneProcess):
+    """A membership in a run that writes checkpoints, and continues from one if there is one."""
+
+    def __init__(self, strategy: Strategy, folder: Path) -> None:
+        super().__init__(strategy, num_servers=2)
+        self.store = LocalStore(folder)
+        names = all_names(self.store)
+        self.resume_from = str(folder / names[0]) if names else ""
+        config = RunConfig(task="loop", strategy="", num_workers=1, num_servers=len(self.servers), directory="run")
+        config = msgspec.structs.replace(config, resume_from=self.resume_from)
+        settings = RunSettings(num_workers=1, num_servers=len(self.servers), restore=restore_of(config))
+        self.coordinator = Coordinator(settings, strategy)
+        self.committer = Committer(self.coordinator, self.store, facts_of(config), 9, AtOnce(), lambda: "2026-01-01")
+        self.writers = {
+            peer: ServerWriter(f"server-{peer.index}", server, lambda: self.store, AtOnce())
+            for peer, server in self.servers.items()
+        }
+        self.memory = RoundsMemory(1)
+        self.round_files = self.memory.fds
+
+    def source(self) -> Any:
+        return opened(self.resume_from) if self.resume_from else None
+
+    def save_state(self, snapshot: Any, state: Any, block: Any, step: int = 0) -> None:
+        self.tell(write_worker(self.store, snapshot, state, block, step))
+
+    def _deliver(self, sender: Peer, to: Peer, data: bytes, payload: Any) -> None:
+        super()._deliver(sender, to, data, payload)
+        for peer, writer in self.writers.items():
+            writer.advance(partial(self.bus, peer, COORDINATOR))
+        self.committer.advance(self._committed)
+
+    def _to_server(self, sender: Peer, to: Peer, message: Message, payload: Tensor | None) -> None:
+        super()._to_server(sender, to, message, payload)
+        if isinstance(message, Assign) and message.restores:
+            restore_server(self.servers[to], opened(self.resume_from))
+            for out in self.servers[to].restored():
+                self.bus(to, out.to, out.message)
+
+    def _committed(self, collected: Any, name: str, error: str) -> None:
+        assert not error, error
+        for out in self.coordinator.checkpoint_committed(collected, name, self.now, error):
+            self.bus(COORDINATOR, out.to, out.message, out.body)
+
+
+def looped(
+    strategy: Strategy, folder: Path, save_at: int = -1
+) -> tuple[nn.Module, list[tuple[int, float]], list[Tensor]]:
+    """Train for three passes; return the model, the epoch and learning rate of each step, and averaged parameters."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    average = AveragedModel(model)
+    member = Saving(strategy, folder)
+    kind = LocalStepsLoop if strategy.requires.local_steps else TrainingLoop
+    steps: list[tuple[int, float]] = []
+    try:
+        with kind(model, [optimizer], member) as run:
+            run.register(schedule, average)
+            for epoch in run.epochs(3):
+                for x, y in run.batches(DATA, batch_size=12):
+                    steps.append((epoch, optimizer.param_groups[0]["lr"]))
+                    if len(steps) == save_at:
+                        run.checkpoint()
+                    optimizer.zero_grad()
+                    nn.functional.cross_entropy(model(x), y).backward()
+                    optimizer.step()
+                    schedule.step()
+                    average.update_parameters(model)
+    finally:
+        member.memory.close()
+    return model, steps, list(average.module.parameters())
+
+
+@pytest.mark.parametrize("strategy", [Single(), Averaging(period=2), Diloco(period=2)], ids=lambda s: type(s).__name__)
+def test_a_loop_that_asked_for_a_checkpoint_continues_bit_for_bit(tmp_path: Path, strategy: Strategy) -> None:
+    whole, steps, average = looped(strategy, tmp_path, save_at=7)
+    [name] = all_names(LocalStore(tmp_path))
+    done = opened(str(tmp_path / name)).manifest.step
+    assert 7 <= done <= 9 and len(steps) == 15
+    again, rest, of_rest = looped(strategy, tmp_path)
+    assert rest == steps[done:]
+    for (key, one), other in zip(whole.state_dict().items(), again.state_dict().values(), strict=True):
+        assert torch.equal(one, other), key
+    assert all(torch.equal(one, other) for one, other in zip(average, of_rest, strict=True))

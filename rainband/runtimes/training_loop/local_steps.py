@@ -24,6 +24,7 @@ from rainband.protocol.messages import Conclude
 from rainband.runtimes.training_loop.batches import Indices, LoopBatches
 from rainband.runtimes.training_loop.coroutine import LoopParameters, LoopWorker, NextWorkItem, UsersOptimizer
 from rainband.runtimes.training_loop.loop import LoopModel, TrainingLoop
+from rainband.runtimes.training_loop.loop_state import LocalLoopState
 from rainband.runtimes.training_loop.users_turn import LoopEnd
 from rainband.strategy import Batch, Strategy, WorkItem
 from rainband.transports.shared_rounds import SharedBoard
@@ -86,8 +87,10 @@ class LocalStepsWorker(LoopWorker):
         step_now: Callable[[Sequence[Tensor | None]], None],
         strategy: Strategy,
         optimizers: Sequence[Optimizer],
+        state: LocalLoopState,
     ) -> None:
         super().__init__(rank, num_workers, client, params, step_now, strategy)
+        self.state = state
         self.accounting = None  # the workers count together
         self.optimizers = optimizers
         self.local_optimizer = UsersOptimizers(self)
@@ -112,7 +115,8 @@ class LocalStepsWorker(LoopWorker):
         return self.client.plan
 
     def at_boundary(self) -> bool:
-        """Return True: these loops have no checkpoints."""
+        """Note that a round begins, for checkpoints. Return True."""
+        self.state.begin_round()
         return True
 
     def optimizer(self, spec: OptimizerSpec, schedule: Schedule, counts: bool = True) -> UsersOptimizers:
@@ -188,6 +192,11 @@ class LocalStepsLoop(TrainingLoop):
     """The training loop of one worker that trains a model of its own: the `run` of `with rainband.join(...) as run`."""
 
     logged: float | None = None  # the loss, since the last step
+    state: LocalLoopState
+
+    def _make_state(self) -> LocalLoopState:
+        # Its rounds have the optimizers' state.
+        return LocalLoopState(self.model, self.flat, self.optimizers, served=True, write=self.member.save_state)
 
     def _make_model(self) -> LocalStepsModel:
         return LocalStepsModel(self)
@@ -245,10 +254,11 @@ class LocalStepsModel(LoopModel):
         loop = self.loop
         params = LoopParameters(client, lambda: [settings["lr"] for settings in loop.settings])
         worker = LocalStepsWorker(
-            index, loop.num_workers, client, params, loop._step_now, loop.strategy, loop.optimizers
+            index, loop.num_workers, client, params, loop._step_now, loop.strategy, loop.optimizers, loop.state
         )
         board = SharedBoard(loop.member.round_files, index, examples(worker))
-        worker.model_rounds = LoopModels(worker, board, time.monotonic)
+        worker.model_rounds = loop.state.rounds = LoopModels(worker, board, time.monotonic)
+        loop.begin_checkpoints()
         return worker
 
     async def ended(self, worker: LoopWorker) -> None:

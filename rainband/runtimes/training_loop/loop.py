@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from rainband.checkpoints.read import Checkpoint
 from rainband.model.flat_parameters import Flat
 from rainband.model.gradient import Gradient
 from rainband.model.optimizer_state import put_state, settings_of, spec_of, state_of
@@ -40,7 +41,6 @@ from rainband.protocol.messages import (
 from rainband.protocol.optimizer_spec import changed_numbers, plain
 from rainband.protocol.ports import Port
 from rainband.protocol.saved_state import SavedBlock
-from rainband.runtimes.checkpoints.place import opened
 from rainband.runtimes.training_loop.batches import LoopBatches, described, fetched_ahead, loader
 from rainband.runtimes.training_loop.coroutine import LoopCoroutine, LoopParameters, LoopWorker
 from rainband.runtimes.training_loop.loop_state import LeasedLoopState
@@ -83,9 +83,8 @@ class Membership(Protocol):
 
     def wait(self, timeout_s: float | None = None) -> bool: ...
 
-    @property
-    def resume_from(self) -> str:
-        """Return the checkpoint from which the run continues; "" if it began anew."""
+    def source(self) -> Checkpoint | None:
+        """Return the checkpoint from which the run continues; None: it begins anew."""
 
     def save_state(self, snapshot: TakeSnapshot, state: object, block: SavedBlock | None, step: int = 0) -> None: ...
 
@@ -117,7 +116,7 @@ class TrainingLoop(OfSharedBatches):
         pairs = zip(groups, self.settings, strict=True)
         self.flat = Flat(self.model, [{"params": group["params"], **settings} for group, settings in pairs])
         self.hooks = StepHooks(self.optimizers, self._step, lambda: self.skip(NOT_FINITE))
-        self.state = LeasedLoopState(self.model, self.flat, self.optimizers, self.served, self.member.save_state)
+        self.state = self._make_state()
         self.member.connect()
         if self.rank == 0:
             print_warnings(self.strategy, self.num_workers)
@@ -146,6 +145,15 @@ class TrainingLoop(OfSharedBatches):
         finally:
             self.flat.release()
         return stopped
+
+    def _make_state(self) -> LeasedLoopState:
+        return LeasedLoopState(self.model, self.flat, self.optimizers, self.served, self.member.save_state)
+
+    def begin_checkpoints(self) -> None:
+        """Let this worker take part in checkpoints; if the run continues from one, put back its state."""
+        if (source := self.member.source()) is not None:
+            self.state.restore(source)
+        self.member.session.snapshots = self.state
 
     def _make_model(self) -> LoopModel:
         return LoopModel(self)
@@ -547,9 +555,7 @@ class LoopModel(WorkerModel[LoopWorker]):
         params = LoopParameters(client, lambda: [settings["lr"] for settings in loop.settings])
         worker = LoopWorker(index, loop.num_workers, client, params, loop._step_now, loop.strategy)
         loop.state.accounting = worker.accounting
-        if loop.member.resume_from:
-            loop.state.restore(opened(loop.member.resume_from))
-        loop.member.session.snapshots = loop.state
+        loop.begin_checkpoints()
         return worker
 
     async def ended(self, worker: LoopWorker) -> None:

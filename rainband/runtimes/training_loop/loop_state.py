@@ -22,7 +22,8 @@ from rainband.protocol.messages import TakeSnapshot
 from rainband.protocol.saved_state import SavedBlock
 from rainband.runtimes.checkpoints.place import WORKER_FILE
 from rainband.runtimes.training_loop.split.state import HasState, check_has_state
-from rainband.worker.saving.snapshots import SnapshotRequests, Write, copied
+from rainband.worker.model_rounds import ModelRounds
+from rainband.worker.saving.snapshots import SnapshotRequests, Write, block_of_rounds, copied, put_rounds
 from rainband.worker.worker import LocalAccounting
 
 Group = dict[str, Any]
@@ -135,6 +136,59 @@ class LeasedLoopState(SnapshotRequests):
                 group.update(settings)
         for given, values in zip(self.registered, received["registered"], strict=True):
             given.load_state_dict(restored(values))
+
+
+class LocalLoopState(LeasedLoopState):
+    """The state of a loop whose worker trains a model of its own: that of the beginning of a round.
+
+    A round begins inside the optimizer's step that ends the one before. The objects of the loop follow when it draws
+    the next batch, because schedulers step after the optimizer.
+    """
+
+    rounds: ModelRounds | None = None
+    begun: tuple[dict[str, Any], SavedBlock] | None = None  # of a round, until the loop draws its first batch
+    saved: dict[str, Any] | None = None  # the rounds of a checkpoint, until then
+
+    def request(self, snapshot: TakeSnapshot, training: bool) -> None:
+        """Write now, or in the next round."""
+        self.wanted = snapshot
+        if not training:
+            super().at_boundary()
+
+    def begin_round(self) -> None:
+        """Copy the state of the round that begins, if a checkpoint is wanted."""
+        if self.wanted is not None:
+            self.begun = self._of_rounds()
+
+    def at_boundary(self) -> None:
+        self.is_open = False
+        if self.begun is not None:
+            super().at_boundary()
+
+    def _of_rounds(self) -> tuple[dict[str, Any], SavedBlock]:
+        assert self.rounds is not None, "rounds are entered before training"
+        return copied(self.rounds.state.collect()), block_of_rounds(self.rounds)
+
+    def _collected(self) -> tuple[dict[str, Any], SavedBlock | None]:
+        (training, block), self.begun = self.begun or self._of_rounds(), None
+        state = {"buffers": dict(self.model.named_buffers()), "loop": self._of_loop()}
+        return {**copied(state), "training": training}, block
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        assert self.rounds is not None, "rounds are entered before training"
+        super().restore(checkpoint)
+        try:
+            self.saved = checkpoint.state(WORKER_FILE)["training"]
+            put_rounds(self.rounds, {**self.saved, "optimizer": None})
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise BadCheckpoint(checkpoint.place, f"it is not that of this training loop ({error})") from None
+
+    def begin_batch(self) -> None:
+        saved, self.saved = self.saved, None
+        own = None if self.rounds is None else self.rounds.worker.local_optimizer
+        if saved is not None and own is not None and self.rounds is not None and self.rounds.done == saved["done"]:
+            own.load_state_dict(restored(saved["optimizer"]))  # later, another worker has given this one its state
+        super().begin_batch()
 
 
 def _settings(group: Group) -> Group:

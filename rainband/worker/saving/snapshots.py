@@ -65,7 +65,13 @@ class WorkerSnapshots(SnapshotRequests):
         if self.restored is None:
             return
         if self.restored.training is not None:
-            self.restored.put_training(self.worker)
+            try:
+                self.restored.put_training(self.worker)
+            except (KeyError, TypeError, AssertionError) as error:
+                raise ValueError(
+                    f"the checkpoint is of workers with another kind of state ({error!r}): begin a new run with its "
+                    "parameters (--from)."
+                ) from None
         elif self.restored.optimizer is not None and self.worker.local_optimizer is not None:
             self.worker.local_optimizer.load_state_dict(restored(self.restored.optimizer))
 
@@ -96,12 +102,7 @@ class SavedWorker(NamedTuple):
     def put_training(self, worker: ModuleWorker) -> None:
         """Copy the parameters and the optimizer's state into the worker, which has just made its optimizer."""
         if worker.rounds is not None:
-            # A run that was stopped has its last checkpoint from then.
-            training = {**self.training, "stops": False}
-            if pending := training.get("pending"):  # batches in the models of other workers, which are not saved
-                training |= {"pending": {}, "lost": [*training["lost"], *chain.from_iterable(pending.values())]}
-            worker.rounds.state.apply(training)
-            worker.rounds.tell()
+            put_rounds(worker.rounds, self.training)
             return
         assert worker.local_optimizer is not None and worker.accounting is not None and self.block is not None
         for own, values in zip(worker.flat.vectors, self.training["vectors"], strict=True):
@@ -110,11 +111,20 @@ class SavedWorker(NamedTuple):
         worker.accounting.restore(self.block, self.training["skipped"])
 
 
+def put_rounds(rounds: WorkerRounds, saved: Mapping[str, Any]) -> None:
+    """Continue with the rounds of a checkpoint. A run that was stopped has its last one from then."""
+    training = {**saved, "stops": False}
+    if pending := training.get("pending"):  # batches in the models of other workers, which are not saved
+        training |= {"pending": {}, "lost": [*training["lost"], *chain.from_iterable(pending.values())]}
+    rounds.state.apply(training)
+    rounds.tell()
+
+
 def state_of(worker: ModuleWorker, buffers: Mapping[str, Tensor]) -> tuple[dict[str, Any], SavedBlock | None]:
     """Return the state that a SavedWorker is made of, and what the worker has accepted."""
     state: dict[str, Any] = {"buffers": dict(buffers)}
     if worker.rounds is not None:
-        return {**state, "training": worker.rounds.state.collect()}, _of_rounds(worker.rounds)
+        return {**state, "training": worker.rounds.state.collect()}, block_of_rounds(worker.rounds)
     if worker.local_optimizer is None:
         return state, None
     if worker.accounting is None:  # servers count what is applied
@@ -127,7 +137,7 @@ def state_of(worker: ModuleWorker, buffers: Mapping[str, Tensor]) -> tuple[dict[
     return {**state, "training": training}, worker.accounting.saved()
 
 
-def _of_rounds(rounds: WorkerRounds) -> SavedBlock:
+def block_of_rounds(rounds: WorkerRounds) -> SavedBlock:
     """Return the batches that are done as an accepted set."""
     plan, skipped = rounds.plan, rounds.skipped.total()
     following, left_out = rounds.open_numbers()

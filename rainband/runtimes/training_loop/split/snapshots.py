@@ -8,7 +8,7 @@ import msgspec
 
 from rainband.errors import BadCheckpoint
 from rainband.rounds.rounds import RoundExchange
-from rainband.runtimes.checkpoints.place import WORKER_FILE, opened
+from rainband.runtimes.checkpoints.place import WORKER_FILE
 from rainband.runtimes.processes.worker_link import WorkerLink
 from rainband.worker.saving.snapshots import SnapshotRequests, copied
 
@@ -30,9 +30,9 @@ class LoopSnapshots(SnapshotRequests):
 
     def restore(self) -> None:
         """Begin with the state of the checkpoint from which the run continues, if it does."""
-        if not self.link.config.resume_from:
+        checkpoint = self.link.source()
+        if checkpoint is None:
             return
-        checkpoint = opened(self.link.config.resume_from)
         state = checkpoint.state(WORKER_FILE)
         try:
             state["training"]["stopped"] = None
