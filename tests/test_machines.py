@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import stat
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from rainband.protocol.messages import (
     Shutdown,
     encode,
 )
+from rainband.runtimes.checkpoints.place import opened
 from rainband.runtimes.machines.invitation import read_invitation
 from rainband.runtimes.machines.software import own_software
 from rainband.transports.connect import connect, this_machine
@@ -113,9 +115,22 @@ def test_a_worker_of_another_machine_joins_in_the_middle(
 def test_the_model_comes_home_when_all_workers_are_elsewhere(
     launcher: RunLauncher, tmp_path: Path, machines: Machines
 ) -> None:
-    with listening(launcher, tmp_path, machines, workers=0) as run:
+    """So does its last checkpoint, of a run that is stopped; with it, the workers of that machine continue."""
+    often = {"checkpoint_every_s": 300.0}
+    with listening(launcher, tmp_path, machines, workers=0, options=often) as run:
         joined = run.join(machines.names[1], "--workers", "2")
+        run.gate.let(20)
+        run.done(10)
+        run.signal(signal.SIGTERM)
         run.gate.open()
+        assert joined.ended() == 0, joined.printed()
+        assert run.ended() == 75, run.result().reason
+    [folder] = (run.directory / "checkpoints").iterdir()
+    opened(str(folder)).verify()
+    (again := tmp_path / "again").mkdir()
+    with listening(launcher, again, machines, workers=0, options={"resume_from": str(folder)}) as run:
+        run.gate.open()
+        joined = run.join(machines.names[1], "--workers", "2")
         assert joined.ended() == 0, joined.printed()
     assert finished_exactly(run)
 

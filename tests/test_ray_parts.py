@@ -179,11 +179,9 @@ def test_the_default_strategy_needs_no_servers_on_ray() -> None:
         configure(base, rainband.AllReduce(), {"runtime": "ray"})
 
 
-def test_checkpoints_are_written_where_all_nodes_see_them(tmp_path: Path) -> None:
-    assert of_run(runtime="ray").checkpoint_every_s == 0
-    assert of_run(runtime="ray", checkpoints=str(tmp_path), checkpoint_every="1h").checkpoint_every_s == 3600
-    with pytest.raises(OptionError, match="do not see the run's directory. Also use checkpoints="):
-        of_run(runtime="ray", checkpoint_every="1h")
+def test_checkpoints_are_written_as_without_ray() -> None:
+    assert of_run(runtime="ray").checkpoint_every_s == 300
+    assert of_run(runtime="ray", checkpoint_every="1h").checkpoint_every_s == 3600
 
 
 def test_a_range_of_workers_is_for_ray() -> None:

@@ -60,8 +60,8 @@ def finish(store: Store, folder: str, manifest: Manifest) -> str:
     for file in manifest.files:
         if not _is_there(store, f"{working}/{file.name}", file.num_bytes):
             raise OSError(
-                f"{store.describe(working)} lacks {file.name}, which a node has written: if it is on another machine, "
-                "give a folder or URL that all machines reach, with --checkpoints"
+                f"{store.describe(working)} lacks {file.name}, which a node has written, or a part of it: if this is a "
+                "URL, such as file://, all machines must reach the same files there"
             )
     return commit(store, working, manifest)
 

@@ -604,6 +604,31 @@ class FilePart(Message, frozen=True, tag=121):
     num_bytes: int  # of the whole file
 
 
+class FileWrite(Message, frozen=True, tag=124):
+    """A node of another machine writes a part of a file of a checkpoint; the payload is its bytes."""
+
+    folder: str
+    name: str
+    offset: int = 0
+    sync: bool = False  # instead: let what was written be on the disk
+
+
+class FileRead(Message, frozen=True, tag=125):
+    """A node of another machine reads a part of a file of the checkpoint from which the run continues."""
+
+    folder: str
+    name: str
+    offset: int
+    num_bytes: int  # at most
+
+
+class FileAnswer(Message, frozen=True, tag=126):
+    """The answer to FileWrite and FileRead; the payload is what was read."""
+
+    num_bytes: int = 0  # of the whole file, if it was read
+    error: str = ""  # why it was not done
+
+
 # ---- coordinator and joining machine --------------------------------------------------------------------------------
 
 
@@ -704,7 +729,8 @@ AnyMessage = (
     | Lease | Return | Heartbeat | Finish | Halt | Ended | Conclude | Concluded | Failed | Shutdown | FetchState
     | StatePart | TakeSnapshot | Saved | Planned | Dataset | Paused | NoWork | Idle | PullDelayed | AdjustRule
     | RoundChosen | StopRequest | CheckpointRequest | Command | Answer | Evaluated | AssignItems
-    | ItemsDelivered | PeerValue | Lend | GiveBack | LinksOpened | FilePart | MachineJoin | MachineWelcome
+    | ItemsDelivered | PeerValue | Lend | GiveBack | LinksOpened | FilePart
+    | FileWrite | FileRead | FileAnswer | MachineJoin | MachineWelcome
     | RestartRequest | Restart | ProcessEnded | Leave | RoundData | RoundWords | RoundAudience
     | TunnelRequest | OpenTunnel | TunnelOpen
 )  # fmt: skip

@@ -41,7 +41,7 @@ SECRET_BYTES = 32
 RUN_ID_BYTES = 16
 NONCE_BYTES = 32
 MAC_BYTES = 32
-ROLES = {"worker": 1, "server": 2, "coordinator": 3, "observer": 4, "machine": 5, "tunnel": 6}
+ROLES = {"worker": 1, "server": 2, "coordinator": 3, "observer": 4, "machine": 5, "tunnel": 6, "files": 7}
 
 # What a server says in the first byte of its answer and of its verdict.
 WELCOME, OTHER_VERSION, OTHER_RUN, UNKNOWN_ROLE = 1, 2, 3, 4

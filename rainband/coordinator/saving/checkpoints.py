@@ -46,8 +46,6 @@ class Checkpoints:
         self.every_s = state.settings.checkpoint_every_s
         self.in_rounds = requires.waits == "rounds" and requires.servers
         self.by_workers = not requires.servers and not requires.shared_memory  # which one server writes
-        self.of_models = requires.local_steps
-        self.impossible = requires.checkpoint_obstacle(state.settings.workers_per_replica)
         self.now = 0.0  # of the last tick
         self.number = 0
         self.next_at: float | None = None  # None: the run has not begun
@@ -65,7 +63,7 @@ class Checkpoints:
     def tick(self, now: float) -> list[CoordinatorOutput]:
         """Begin a checkpoint if one is due."""
         self.now = now
-        if self.state.phase is not Phase.RUNNING or not (self.every_s or self.requested) or self._why_not():
+        if self.state.phase is not Phase.RUNNING or not (self.every_s or self.requested):
             return []
         if self.next_at is None:
             self.next_at = now + (self.every_s or NEVER_S)
@@ -95,7 +93,7 @@ class Checkpoints:
             return []
         if self.over or self.is_awaited:
             return []
-        if not self.every_s or self._why_not() or self.state.outcome != "stopped" or not self._done():
+        if not self.every_s or self.state.outcome != "stopped" or not self._done():
             self.over = True
             return []
         self.current = None  # what was under way is replaced
@@ -104,6 +102,10 @@ class Checkpoints:
     def before_the_last_flush(self, worker: WorkerState) -> list[CoordinatorOutput]:
         """Begin the checkpoint of a run in rounds that is stopped: a flush applies part of a round."""
         return self.before_the_end(worker) if self.in_rounds else []
+
+    def under_way(self) -> str:
+        """Return the folder of the checkpoint that the nodes are writing; "" if there is none."""
+        return "" if self.current is None else self.current.folder
 
     @property
     def is_awaited(self) -> bool:
@@ -134,12 +136,6 @@ class Checkpoints:
         self.current = Collected(self.number, name, now, final, {*workers, *servers}, step=done, position=position)
         snapshot = TakeSnapshot(self.number, name, at_version, at_once=final and self.in_rounds)
         return [CoordinatorOutput(peer, snapshot) for peer in (*servers, *workers)]
-
-    def _why_not(self) -> str:
-        """Return why this run has no checkpoints; "" if it may have some."""
-        if self.of_models and self.state.is_custom_loop():
-            return "each worker of its custom training loop has a model of its own"
-        return self.impossible
 
     def _done(self) -> int:
         """Return the batches that are done, about, where only the workers know."""

@@ -264,7 +264,7 @@ class MachineHost:
         servers = tuple(coordinator.admission.expect_servers(join.servers)) if join.servers else ()
         self.machines[sender], self.servers[sender] = msgspec.structs.replace(join, ranks=ranks), servers
         self.emit(events.MachineJoined(at_s=self.host.now(), machine=join.name, workers=ranks, servers=servers))
-        keys = role_keys(self.secret, "worker", TUNNEL, *(("server",) if servers else ()))
+        keys = role_keys(self.secret, "worker", TUNNEL, "files", *(("server",) if servers else ()))
         config = msgspec.msgpack.encode(self.config)
         if self.relay is not None:
             self.relay.joined(sender, ranks)

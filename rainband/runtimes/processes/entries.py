@@ -20,7 +20,7 @@ SCRIPT = "rainband.runtimes.training_loop.script_process:main"  # the entry of a
 SERVERS_NEED = ("torch", ENTRIES["server"].partition(":")[0])
 WORKERS_NEED = ("torch._dynamo", *(entry.partition(":")[0] for entry in (ENTRIES["worker"], SCRIPT)))
 # The keys of a process: its role's, those of nodes that may connect to it, and, of a worker, that for tunnels.
-KEYS_OF = {"worker": ("worker", "tunnel"), "server": ("worker", "server")}
+KEYS_OF = {"worker": ("worker", "tunnel", "files"), "server": ("worker", "server", "files")}
 FINE = "exit code 0"
 LINK_BROKEN = 69  # the exit code of a worker whose connections have broken; it may be started again
 

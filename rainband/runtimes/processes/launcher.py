@@ -28,6 +28,8 @@ from rainband.protocol.messages import COORDINATOR, Address, FilePart, Message, 
 from rainband.runtimes.checkpoints.background import BackgroundThread
 from rainband.runtimes.checkpoints.committer import Committer
 from rainband.runtimes.checkpoints.place import facts_of, store_of
+from rainband.runtimes.checkpoints.remote import ROLE as FILES
+from rainband.runtimes.checkpoints.remote import FileHost
 from rainband.runtimes.config import Job, RunConfig, encode_job
 from rainband.runtimes.coordinator_host import CoordinatorHost
 from rainband.runtimes.hogwild.saving import MemoryWriter
@@ -139,9 +141,12 @@ class Launcher(Run):
             why_fatal=self._why_fatal,
         )
         self.background = BackgroundThread()
+        store = store_of(config)
         self.host.committer = Committer(
-            self.coordinator, store_of(config), facts_of(config), config.keep, self.background, calendar_time
+            self.coordinator, store, facts_of(config), config.keep, self.background, calendar_time
         )
+        under_way = self.coordinator.checkpoints.under_way
+        self.files = FileHost(store, config.resume_from, under_way, self.background, self.hub.send)
         if hogwild_server is not None:
             self.host.memory_writer = MemoryWriter(hogwild_server, store_of(config), self.background)
         self.interrupts = 0
@@ -329,6 +334,8 @@ class Launcher(Run):
             self.emit(events.ProcessOutput(at_s=self._now(), lines=tuple(lines), left_out=left_out))
 
     def receive(self, connection: Connection, message: Message, body: memoryview | None) -> None:
+        if connection.peer.role == FILES:
+            return self.files.receive(connection.peer, message, body)
         if self.machines is not None and connection.peer.role in MACHINE_ROLES:
             return self.machines.receive(connection, message, body)
         if self.machines is not None and isinstance(message, FilePart):
@@ -337,6 +344,8 @@ class Launcher(Run):
 
     def lost(self, peer: Peer) -> None:
         """A connection closed; the zygote reports a moment later how the process ended."""
+        if peer.role == FILES:
+            return None
         if peer.role in MACHINE_ROLES and self.machines is not None:
             return self.machines.lost(peer)  # its workers have connections of their own
         if self.machines is not None and peer.role == "worker" and peer not in self.processes.values():

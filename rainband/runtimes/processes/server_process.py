@@ -21,7 +21,7 @@ from rainband.protocol.layout import BlockSpec
 from rainband.protocol.messages import COORDINATOR, Address, InitBlock, Message, Peer
 from rainband.protocol.parameter_buffers import ParameterBuffer
 from rainband.runtimes.checkpoints.background import BackgroundThread
-from rainband.runtimes.checkpoints.place import opened, store_of
+from rainband.runtimes.checkpoints.remote import NodeFiles
 from rainband.runtimes.checkpoints.restore import restore_server
 from rainband.runtimes.checkpoints.write import ServerWriter
 from rainband.runtimes.config import Job, decode_job
@@ -94,7 +94,8 @@ class ServerProcess:
         accepted = {"worker": job.keys["worker"]}
         self.hub = Hub(self.me, accepted, job.run_id, self, MAX_BODY_BYTES, config.failure_timeout_s, self._read_now)
         self.background = BackgroundThread()  # writes checkpoints
-        self.writer = ServerWriter(f"server-{job.index}", self.server, partial(store_of, config), self.background)
+        self.files = NodeFiles(job)
+        self.writer = ServerWriter(f"server-{job.index}", self.server, self.files.store, self.background)
 
     def _server_part(self, num_workers: int) -> ServerPart:
         server_part = self.strategy.server(num_workers)
@@ -170,7 +171,7 @@ class ServerProcess:
     def _restored(self) -> list[ServerOutput]:
         """Read the blocks' state of the checkpoint from which the run continues."""
         try:
-            restore_server(self.server, opened(self.job.config.resume_from))
+            restore_server(self.server, self.files.source())
         except (BadCheckpoint, ValueError, OSError) as error:
             return [ServerOutput(COORDINATOR, messages.Failed(0, f"{self.me} cannot continue: {error}", ""))]
         return self.server.restored()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from rainband.checkpoints.read import Checkpoint
 from rainband.errors import CoordinatorLost, RainbandError, ServerLost
 from rainband.observer import Observer
 from rainband.protocol.layout import BlockSpec
@@ -30,7 +31,8 @@ from rainband.protocol.messages import (
 from rainband.protocol.ports import BlockValues, Port
 from rainband.protocol.saved_state import SavedBlock
 from rainband.runtimes.checkpoints.background import BackgroundThread
-from rainband.runtimes.checkpoints.place import store_of, worker_file
+from rainband.runtimes.checkpoints.place import worker_file
+from rainband.runtimes.checkpoints.remote import NodeFiles
 from rainband.runtimes.checkpoints.write import write_worker
 from rainband.runtimes.config import Job
 from rainband.runtimes.processes.drive import Deadline, drive
@@ -106,6 +108,7 @@ class WorkerLink:
         self.group_files: Sequence[int] = ()  # the same for all-reduces
         self.round_files: Sequence[int] = ()  # inherited files for rounds of split batches
         self.background = BackgroundThread()  # writes checkpoints
+        self.files = NodeFiles(job)
         self.asked_rank = False  # the script has asked for this worker's rank, so it may shard its own data
 
     def connect(self) -> None:
@@ -162,14 +165,14 @@ class WorkerLink:
 
         def write() -> Callable[[], None]:
             with suppress(RainbandError):  # the run is over
-                self.tell(write_worker(store_of(self.config), snapshot, state, block, step, name))
+                self.tell(write_worker(self.files.store(), snapshot, state, block, step, name))
             return nothing
 
         self.background.submit(write)
 
-    @property
-    def resume_from(self) -> str:
-        return self.config.resume_from
+    def source(self) -> Checkpoint | None:
+        """Return the checkpoint from which the run continues; None: it begins anew."""
+        return self.files.source() if self.config.resume_from else None
 
     def finish_saving(self) -> None:
         self.background.finish()

@@ -19,7 +19,6 @@ from rainband.protocol.messages import Address, Peer
 from rainband.record.message_cost import WorkerCost
 from rainband.record.record import Recorder
 from rainband.record.spans import SpanFile, SpanRecorder
-from rainband.runtimes.checkpoints.place import opened
 from rainband.runtimes.checkpoints.restore import begin_checkpoints
 from rainband.runtimes.config import Job, dataset_of
 from rainband.runtimes.hogwild.pairs import PairModel
@@ -90,8 +89,7 @@ class WorkerProcess(WorkerLink):
         self.session.perform = min_step_time(self.config, self.index)
         worker.prefetch = prefetched(worker)
         worker.microbatches = self.config.microbatches
-        source = opened(self.config.resume_from) if self.config.resume_from else None
-        begin_checkpoints(worker, self.session, source, self.save_state)
+        begin_checkpoints(worker, self.session, self.source(), self.save_state)
         self.session.before_step = self._before_step(worker)
         if self.session.strategy.requires.in_rounds:
             board = SharedBoard(self.round_files, self.index, examples(worker))
