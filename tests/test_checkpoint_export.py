@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import rainband
 from rainband.cli.main import build_app
-from rainband.model_parallel.placement.placement import PlacedStage, Placement
-from rainband.model_parallel.placement.stage_plan import StagePlan
-from rainband.options import OptionError
+from rainband.options import OptionError, RunOptions
 from rainband.runtimes.checkpoints.choose import with_checkpoints
+from rainband.runtimes.checkpoints.export import save_pretrained
 from rainband.runtimes.checkpoints.place import opened
 from rainband.runtimes.checkpoints.restore import model_of
 from rainband.runtimes.config import RunConfig
-from rainband.strategy import Requirements
+from rainband.tasks.task import TensorData
 from tests.checkpoint_runs import TASK, train
 
 SGD = {"optimizer": "sgd", "lr": 0.5}
@@ -49,10 +49,87 @@ def test_the_model_of_a_checkpoint_loads_into_plain_pytorch(
         assert torch.allclose(exported["weight"].view(-1), share * TASK.after(0.5), rtol=0.3)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "settings", "servers"),
+    [("downpour", {}, 2), ("sync", {"batch_per_worker": True}, 3), ("sync", {}, 0), ("single", {}, 0)],
+    ids=["downpour", "sync with servers", "sync", "single"],
+)
+def test_the_optimizer_of_a_checkpoint_continues_in_plain_pytorch(
+    tmp_path: Path, strategy: str, settings: dict[str, object], servers: int
+) -> None:
+    """Adam's next step by hand needs both moments and the number of steps."""
+    workers = 1 if strategy == "single" else 3
+    adam = {"optimizer": "adam", "lr": 0.25, **settings}
+    run = train(tmp_path / "a", strategy, adam, workers=workers, servers=servers, checkpoint_every_s=4.0)
+    out = tmp_path / "optimizer.safetensors"
+    said = CliRunner().invoke(build_app(), ["export", run.checkpoints[0], str(out), "--optimizer"])
+    assert said.exit_code == 0, said.output
+    module = nn.Linear(128, 1, bias=False)
+    module.load_state_dict(model_of(opened(run.checkpoints[0])))
+    optimizer, parameters = torch.optim.Adam(module.parameters(), lr=0.25), dict(module.named_parameters())
+    for name, value in load_file(out).items():
+        parameter, _, key = name.rpartition("/")
+        optimizer.state[parameters[parameter]][key] = value
+    saved = {key: value.clone() for key, value in optimizer.state[module.weight].items()}
+    before = module.weight.detach().clone()
+    module.weight.grad = torch.ones_like(module.weight)
+    optimizer.step()
+    steps = saved["step"] + 1
+    assert steps > 1 and saved["exp_avg"].shape == module.weight.shape
+    mean = (0.9 * saved["exp_avg"] + 0.1) / (1 - 0.9**steps)
+    square = (0.999 * saved["exp_avg_sq"] + 0.001) / (1 - 0.999**steps)
+    torch.testing.assert_close(module.weight, before - 0.25 * mean / (square.sqrt() + 1e-8))
+
+
+def test_an_optimizer_without_state_is_not_exported(tmp_path: Path) -> None:
+    run = train(tmp_path / "a", "downpour", SGD, checkpoint_every_s=4.0)
+    said = CliRunner().invoke(build_app(), ["export", run.checkpoints[0], str(tmp_path / "out"), "--optimizer"])
+    assert said.exit_code == 2 and "plain sgd has none" in said.output
+
+
+class Pretrained:
+    """A small model of transformers inside a module of the user."""
+
+    name, batch_size, epochs = "pretrained", 2, 1
+
+    def model(self) -> nn.Module:
+        from transformers import BertConfig, BertModel
+
+        config = BertConfig(
+            vocab_size=8, hidden_size=4, num_hidden_layers=1, num_attention_heads=1, intermediate_size=4
+        )
+        torch.manual_seed(0)
+        return nn.ModuleDict({"backbone": BertModel(config), "head": nn.Linear(4, 1)})
+
+    def data(self) -> TensorData:
+        return TensorData(torch.randint(0, 8, (16, 3)))
+
+    def loss(self, model: nn.ModuleDict, batch: tuple[Tensor]) -> Tensor:  # type: ignore[type-arg]
+        loss: Tensor = model["head"](model["backbone"](batch[0]).last_hidden_state).square().mean()
+        return loss
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        return {}
+
+
+def test_a_folder_for_from_pretrained_has_the_part_that_is_of_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    run = train(tmp_path / "a", "single", SGD, Pretrained(), 1, 0, checkpoint_every_s=2.0)  # type: ignore[arg-type]
+    checkpoint = opened(run.checkpoints[0])
+    facts = msgspec.structs.replace(checkpoint.manifest.facts, task=f"{__name__}:Pretrained")
+    checkpoint.manifest = msgspec.structs.replace(checkpoint.manifest, facts=facts)
+    _, has_config = save_pretrained(checkpoint, tmp_path / "folder")
+    assert has_config
+    model = transformers.AutoModel.from_pretrained(tmp_path / "folder")
+    saved = model_of(checkpoint)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, saved[f"backbone.{name}"])
+
+
 def test_a_run_begins_with_given_weights(tmp_path: Path) -> None:
     weights = tmp_path / "model.safetensors"
     save_file({"weight": torch.full((1, 128), 100.0)}, weights)
-    config = with_checkpoints(CONFIG, {"from_weights": str(tmp_path)}, Requirements(), print)
+    config = with_checkpoints(CONFIG, {"from_weights": str(tmp_path)}, print)
     assert config.from_weights == str(weights)
     run = train(tmp_path / "a", "downpour", SGD, from_weights=config.from_weights)
     assert torch.equal(run.parameters["weight"].view(-1), TASK.after(0.5) + 100)
@@ -73,52 +150,60 @@ def test_what_is_no_safetensors_file_is_refused(tmp_path: Path, given: str, what
     (tmp_path / "folder").mkdir()
     runs = tmp_path / "runs"
     with pytest.raises(ValueError, match=what):
-        with_checkpoints(CONFIG, {"from_weights": str(tmp_path / given), "runs": str(runs)}, Requirements(), print)
+        with_checkpoints(CONFIG, {"from_weights": str(tmp_path / given), "runs": str(runs)}, print)
 
 
 def test_a_new_run_and_one_that_continues_are_not_both(tmp_path: Path) -> None:
     run = train(tmp_path / "a", "downpour", SGD, checkpoint_every_s=4.0)
     config = RunConfig(task="given", strategy="downpour", strategy_settings=SGD, num_workers=3, num_servers=2)
     with pytest.raises(OptionError, match="omit one"):
-        with_checkpoints(config, {"from_weights": "x", "resume": run.checkpoints[0]}, Requirements(), print)
+        with_checkpoints(config, {"from_weights": "x", "resume": run.checkpoints[0]}, print)
 
 
 def test_settings_that_differ_are_named_and_forced(tmp_path: Path) -> None:
     run = train(tmp_path / "a", "downpour", SGD, checkpoint_every_s=4.0)
-    other = RunConfig(task="given", strategy="sync", strategy_settings={"lr": 0.1}, num_workers=3, num_servers=2)
-    with pytest.raises(OptionError, match="the strategy was downpour, now it is sync.*was.*0.5.*now it is.*0.1"):
-        with_checkpoints(other, {"resume": run.checkpoints[0]}, Requirements(), print)
+    other = RunConfig(
+        task="given", strategy="downpour", strategy_settings={**SGD, "lr": 0.1}, num_workers=3, num_servers=2
+    )
+    with pytest.raises(OptionError, match="the strategy's settings was .*0.5.*now it is .*0.1"):
+        with_checkpoints(other, {"resume": run.checkpoints[0]}, print)
     said: list[str] = []
-    config = with_checkpoints(other, {"resume": run.checkpoints[0], "force": True}, Requirements(), said.append)
+    config = with_checkpoints(other, {"resume": run.checkpoints[0], "force": True}, said.append)
     assert config.resume_from == run.checkpoints[0] and config.force
-    assert len(said) == 1 and "the strategy was downpour" in said[0]
+    assert len(said) == 1 and "0.5" in said[0] and "0.1" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"strategy": "sync"}, "the strategy was downpour, now it is sync"),
+        ({"strategy_settings": {**SGD, "optimizer": "adam"}}, "the optimizer was sgd, now it is adam"),
+        ({"batch_size": 7}, "the batch size was 2, now it is 7"),
+    ],
+)
+def test_what_decides_the_state_is_refused_even_with_force(tmp_path: Path, changes: dict[str, Any], what: str) -> None:
+    run = train(tmp_path / "a", "downpour", SGD, checkpoint_every_s=4.0)
+    other = RunConfig(task="given", strategy="downpour", strategy_settings=SGD, num_workers=3, num_servers=2)
+    given: RunOptions = {"resume": run.checkpoints[0], "force": True}
+    with pytest.raises(OptionError, match=f"{what}.* from_weights="):
+        with_checkpoints(msgspec.structs.replace(other, **changes), given, print)
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("30s", 30), ("5m", 300), ("1h", 3600), (90, 90), ("0", 0)])
 def test_times_are_given_as_people_write_them(text: str, seconds: float) -> None:
-    assert with_checkpoints(CONFIG, {"checkpoint_every": text}, Requirements(), print).checkpoint_every_s == seconds
+    assert with_checkpoints(CONFIG, {"checkpoint_every": text}, print).checkpoint_every_s == seconds
 
 
 @pytest.mark.parametrize("text", ["often", "5x", "-1s", "nan"])
 def test_other_times_are_refused(text: str) -> None:
     with pytest.raises(OptionError, match="such as 30s, 5m or 1h"):
-        with_checkpoints(CONFIG, {"checkpoint_every": text}, Requirements(), print)
+        with_checkpoints(CONFIG, {"checkpoint_every": text}, print)
 
 
 def test_a_run_without_options_has_a_checkpoint_every_five_minutes_and_a_simulation_none() -> None:
-    assert with_checkpoints(CONFIG, {}, Requirements(), print).checkpoint_every_s == 300
+    assert with_checkpoints(CONFIG, {}, print).checkpoint_every_s == 300
     simulated = RunConfig(task="linear", strategy="downpour", num_workers=2, num_servers=1, runtime="sim")
-    assert with_checkpoints(simulated, {}, Requirements(), print).checkpoint_every_s == 0
-
-
-def test_a_strategy_without_checkpoints_says_so_if_one_is_asked_for() -> None:
-    stages = (PlacedStage((0,), ("first",)), PlacedStage((1,), ("last",)))
-    two = Placement(model="", kind="pipeline", partitioner="", num_machines=2, stages=stages)
-    own = Requirements(servers=False)
-    staged = msgspec.structs.replace(CONFIG, stage_plan=StagePlan(plan=two))
-    assert with_checkpoints(staged, {}, own, print).checkpoint_every_s == 0
-    with pytest.raises(OptionError, match="has no checkpoints, because"):
-        with_checkpoints(staged, {"checkpoint_every": "5m"}, own, print)
+    assert with_checkpoints(simulated, {}, print).checkpoint_every_s == 0
 
 
 def test_checkpoints_are_listed_the_newest_first_and_damage_is_named(tmp_path: Path) -> None:

@@ -128,10 +128,11 @@ def save_blocks(layout: Layout, blocks: Sequence[BlockSpec], values: Mapping[int
         safetensors.torch.save_file(named_parameters(layout, vectors), beside)
 
 
-def save_tensors(tensors: Mapping[str, Tensor], path: str) -> None:
+def save_tensors(tensors: Mapping[str, Tensor], path: str, metadata: dict[str, str] | None = None) -> None:
     """Save tensors as they are named."""
+    copies = {name: tensor.contiguous() for name, tensor in tensors.items()}
     with _replacing(path) as beside:
-        safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, beside)
+        safetensors.torch.save_file(copies, beside, metadata)
 
 
 def named_parameters(layout: Layout, vectors: Sequence[Tensor]) -> dict[str, Tensor]:

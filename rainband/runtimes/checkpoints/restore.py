@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +15,14 @@ from rainband.checkpoints.read import Checkpoint
 from rainband.checkpoints.store import Store
 from rainband.errors import BadCheckpoint
 from rainband.model.save import named_parameters
+from rainband.model_parallel.execution.snapshots import StageSnapshots
 from rainband.model_parallel.execution.worker import StageWorker
 from rainband.protocol.layout import BlockSpec
 from rainband.protocol.saved_state import SavedBlock
 from rainband.runtimes.checkpoints.place import WORKER_FILE, facts_of, opened, store_of
 from rainband.runtimes.config import RunConfig
 from rainband.server.server import Server
+from rainband.server.snapshots import VALUES
 from rainband.worker.saving.snapshots import SavedWorker, WorkerSnapshots, Write
 from rainband.worker.session import Session
 from rainband.worker.worker import ModuleWorker
@@ -75,46 +77,72 @@ def begin_checkpoints(worker: ModuleWorker, session: Session, source: Checkpoint
     steps_itself = not session.strategy.requires.servers
     stage = worker if isinstance(worker, StageWorker) else None
     buffers = stage.submodel.buffers if stage is not None else lambda: dict(worker.module.named_buffers())
-    worker.snapshots = session.snapshots = snapshots = WorkerSnapshots(worker, steps_itself, write, buffers)
+    kind = StageSnapshots if stage is not None and steps_itself else WorkerSnapshots
+    worker.snapshots = session.snapshots = snapshots = kind(worker, steps_itself, write, buffers)
     if source is not None and source.has(WORKER_FILE):
-        snapshots.restored = _restored(buffers(), stage is None, source)
+        snapshots.restored = restored = _restored(buffers(), stage, source)
+        if steps_itself and restored.training is None and not session.strategy.requires.shared_memory:
+            raise BadCheckpoint(source.place, "servers had its optimizer, and here workers have it: it cannot continue")
 
 
-def _restored(own: Mapping[str, Tensor], has_whole_model: bool, checkpoint: Checkpoint) -> SavedWorker:
+def _restored(own: Mapping[str, Tensor], stage: StageWorker | None, checkpoint: Checkpoint) -> SavedWorker:
     """Give a worker its buffers; return the rest, which it gets when the strategy makes the optimizer."""
     blocks = checkpoint.manifest.blocks
     try:
-        state = SavedWorker(**{**checkpoint.state(WORKER_FILE), "buffers": _buffers(checkpoint)})
+        state = SavedWorker(**_worker_state(checkpoint, None if stage is None else stage.submodel.used()))
     except TypeError as error:
         raise BadCheckpoint(checkpoint.place, f"the state of a worker has other parts ({error})") from None
-    state.put_buffers(own, has_whole_model)
+    state.put_buffers(own, stage is None)
     return state._replace(block=blocks[0] if state.training is not None and blocks else None)
 
 
-def _buffers(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Return the buffers that the workers of one replica have written."""
+def _worker_state(checkpoint: Checkpoint, parameters: Collection[str] | None = None) -> dict[str, Any]:
+    """Return what the workers of one replica have written, joined by the names in the model.
+
+    `parameters`: of stages that step by themselves, read only these; None: all.
+    """
+
+    def is_wanted(tensor: str) -> bool:
+        where = tensor.split("/")
+        is_of_stage = where[0] == "training" and where[1] in ("named", "optimizer") and len(where) > 2
+        return parameters is None or not is_of_stage or where[2] in parameters
+
     names = [file.name for file in checkpoint.manifest.files if file.name.startswith("worker")]
-    return {name: buffer for file in names for name, buffer in checkpoint.state(file)["buffers"].items()}
+    names.sort(key=lambda name: (name != WORKER_FILE, len(name), name))  # by rank
+    first, *others = [checkpoint.state(name, is_wanted) for name in names] or [{"buffers": {}}]
+    for other in others:  # of replicas of a stage, the first one counts
+        first["buffers"] = other["buffers"] | first["buffers"]
+        if "named" in (first.get("training") or {}):
+            for what in ("named", "optimizer"):
+                first["training"][what] = other["training"][what] | first["training"][what]
+    return dict(first)
 
 
 def model_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Return the parameters and buffers of a checkpoint, by their names in the model."""
     layout = checkpoint.manifest.layout
-    state: dict[str, Any] = checkpoint.state(WORKER_FILE) if checkpoint.has(WORKER_FILE) else {}
+    state = _worker_state(checkpoint)
     training = state.get("training")
     if training is not None and "parameters" in training:  # of a custom training loop
         tensors = dict(zip((spec.name for spec in layout.parameters), training["parameters"], strict=True))
         return {**tensors, **dict(zip(state["buffer_names"], training["buffers"], strict=True))}
-    vectors = training["vectors"] if training is not None else _vectors(checkpoint)
-    return {**named_parameters(layout, vectors), **_buffers(checkpoint)}
+    if training is not None and "named" in training:  # of stages that step by themselves
+        return {**training["named"], **state["buffers"]}
+    vectors = training["vectors"] if training is not None else vectors_of(checkpoint, VALUES)
+    return {**named_parameters(layout, vectors), **state["buffers"]}
 
 
-def _vectors(checkpoint: Checkpoint) -> list[Tensor]:
-    """Return the parameters that servers have written, in the vectors of the layout."""
-    vectors = [
-        torch.zeros(vector.numel, dtype=getattr(torch, vector.dtype)) for vector in checkpoint.manifest.layout.vectors
-    ]
+def vectors_of(checkpoint: Checkpoint, part: str) -> list[Tensor]:
+    """Return a part of all blocks that servers have written, in vectors like those of the layout.
+
+    Values have the dtype of the model, and optimizer state its own.
+    """
+    found: dict[int, Tensor] = {}
+    layout = checkpoint.manifest.layout.vectors
     for block in checkpoint.manifest.blocks:
-        values = checkpoint.file(block.file).tensor(f"{block.index}/values")
-        vectors[block.vector][block.start : block.stop] = values
-    return vectors
+        file, name = checkpoint.file(block.file), f"{block.index}/{part}"
+        if name in file.entries:
+            values, vector = file.tensor(name), layout[block.vector]
+            dtype = getattr(torch, vector.dtype) if part == VALUES else values.dtype
+            found.setdefault(block.vector, torch.zeros(vector.numel, dtype=dtype))[block.start : block.stop] = values
+    return [found.get(number, torch.zeros(vector.numel)) for number, vector in enumerate(layout)]
