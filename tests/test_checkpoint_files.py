@@ -327,3 +327,23 @@ def test_state_with_another_structure_is_refused(text: str) -> None:
 def test_a_file_with_a_dtype_that_safetensors_lacks_is_not_written() -> None:
     with pytest.raises(ValueError, match="complex128"):
         encoded({"a": torch.zeros(1, dtype=torch.complex128)})
+
+
+def test_an_error_of_a_file_system_behind_a_url_is_one_of_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store("memory://somewhere")
+
+    def refuse(*given: object, **named: object) -> None:
+        raise RuntimeError("no credentials")
+
+    for name in ("open", "ls", "size", "cat_file", "makedirs"):
+        monkeypatch.setattr(type(store.files), name, refuse)  # type: ignore[attr-defined]
+    uses: list[Callable[[], object]] = [
+        lambda: store.write("x", [b""]),
+        lambda: store.names(),
+        lambda: store.size("x"),
+        lambda: store.read("x", 0, 1),
+        lambda: store.make_folder("x"),
+    ]
+    for use in uses:
+        with pytest.raises(OSError, match="memory://somewhere.*RuntimeError: no credentials"):
+            use()

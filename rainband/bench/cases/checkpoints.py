@@ -8,7 +8,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -76,9 +77,7 @@ def _rates(folder: Path, megabytes: int) -> list[Row]:
     limit_r = _plain_read(folder / "plain", num_bytes)
     again = [_server(plan, [blocks[i] for i in mine], layout.groups) for mine in deal(blocks, 3)]
     began = time.perf_counter()
-    checkpoint = Checkpoint(store, name)
-    for each in again:
-        restore_server(each, checkpoint)
+    _each_in_a_process([partial(_restore, each, store, name) for each in again])
     read = num_bytes / (time.perf_counter() - began)
     (folder / "plain").unlink()
     store.remove(name)
@@ -89,6 +88,27 @@ def _rates(folder: Path, megabytes: int) -> list[Row]:
         Row(f"reading {size} for three servers", read / 1e9, "GB/s"),
         at_least(f"reading {size} for three servers", read / limit_r, 0.8, "the disk, reading one file"),
     ]
+
+
+def _restore(server: Server, store: LocalStore, name: str) -> None:
+    restore_server(server, Checkpoint(store, name))
+
+
+def _each_in_a_process(functions: Sequence[Callable[[], None]]) -> None:
+    """Call functions at the same time, each in a process of its own, as the servers of a run are."""
+    children = []
+    for function in functions:
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                function()
+                code = 0
+            finally:
+                os._exit(code)
+        children.append(child)
+    codes = [os.waitpid(child, 0)[1] for child in children]
+    assert not any(codes), f"a process has failed: {codes}"
 
 
 def _server(plan: DataPlan, blocks: Sequence[Any], groups: Any) -> Server:

@@ -6,11 +6,16 @@ import os
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from rainband.transports.event_loop import readable_within
 
 Task = Callable[[], Callable[[], None]]  # returns what its owner's thread is to do when it is done
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 class Background(Protocol):
@@ -55,7 +60,12 @@ class BackgroundThread:
 
     def _run(self) -> Any:
         while True:
-            self._finished.put(self._tasks.get()())
+            task = self._tasks.get()
+            try:
+                finished = task()
+            except Exception as error:  # its owner's thread raises it: a task that never ends would be waited for
+                finished = partial(_raise, error)
+            self._finished.put(finished)
             os.eventfd_write(self.fd, 1)
 
     def finish(self) -> None:
