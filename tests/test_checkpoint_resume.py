@@ -6,6 +6,7 @@ import errno
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,8 @@ from rainband.coordinator.saving.checkpoints import Checkpoints, Collected
 from rainband.coordinator.state import RunSettings, RunState
 from rainband.protocol import events
 from rainband.runtimes.checkpoints.place import find, opened
-from rainband.runtimes.config import SimSettings
+from rainband.runtimes.config import RunConfig, SimSettings
+from rainband.runtimes.run_directory import write_config
 from rainband.strategy import Requirements
 from rainband.tasks.linear import Linear
 from rainband.tasks.quadratic import Quadratic
@@ -270,6 +272,29 @@ def test_checkpoints_may_be_behind_a_url(tmp_path: Path) -> None:
     assert torch.equal(after.parameters["weight"].view(-1), TASK.after(0.5))
 
 
+@pytest.mark.parametrize("place", ["", "elsewhere"])
+def test_the_directory_of_a_run_may_be_moved(tmp_path: Path, place: str) -> None:
+    settings = {"optimizer": "sgd", "lr": 0.5}
+    checkpoints = str(tmp_path / place) if place else ""
+    run = train(tmp_path / "a", "downpour", settings, checkpoint_every_s=4.0, checkpoints=checkpoints)
+    config = RunConfig(task="given", strategy="downpour", num_workers=3, num_servers=2, checkpoints=checkpoints)
+    write_config(run.directory, msgspec.structs.replace(config, directory=str(run.directory)))
+    renamed = run.directory.rename(tmp_path / "renamed")
+    found = find(str(renamed), pytest.fail)
+    assert found.manifest.step > 0 and found.place.startswith(str(tmp_path / (place or "renamed")))
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_continues_from_where_it_began(tmp_path: Path) -> None:
+    first = train(tmp_path / "a", "downpour", {"optimizer": "sgd", "lr": 0.5}, checkpoint_every_s=4.0)
+    config = RunConfig(task="given", strategy="downpour", num_workers=3, num_servers=2)
+    second = tmp_path / "b"
+    second.mkdir()
+    write_config(second, msgspec.structs.replace(config, directory=str(second), resume_from=first.checkpoints[-1]))
+    said: list[str] = []
+    assert find(str(second), said.append).place == first.checkpoints[-1]
+    assert "has no checkpoint of its own yet" in said[0]
+
+
 # ---- refusals ----
 
 
@@ -297,6 +322,7 @@ def test_other_data_are_used_with_force(tmp_path: Path) -> None:
     other = Linear(dimension=128, samples=64, batch_size=2, epochs=3, seed=1)
     after = train(tmp_path / "b", "downpour", settings, other, resume_from=before.checkpoints[0], force=True)
     assert after.result.outcome == "finished" and after.result.accounting["applied"] == 96
+    assert any("continuing although the data is" in event.text for event in after.events(events.Warned))
 
 
 def test_a_run_may_be_made_longer(tmp_path: Path) -> None:
@@ -305,6 +331,21 @@ def test_a_run_may_be_made_longer(tmp_path: Path) -> None:
     after = train(tmp_path / "b", "downpour", settings, resume_from=before.checkpoints[-1], epochs=5)
     assert after.result.accounting["applied"] == 160
     assert torch.equal(after.parameters["weight"].view(-1), TASK.after(0.5, epochs=5))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "servers"),
+    [("downpour", 2), ("sync", 0), ("averaging", 0), ("single", 0)],
+    ids=lambda value: str(value),
+)
+def test_a_run_cannot_end_before_the_batches_that_are_done(tmp_path: Path, strategy: str, servers: int) -> None:
+    settings, workers = {"optimizer": "sgd", "lr": 0.5}, 1 if strategy == "single" else 3
+    more: dict[str, Any] = {"task": LARGER_BATCHES, "workers": workers, "servers": servers}
+    before = train(tmp_path / "a", strategy, settings, checkpoint_every_s=4.0, keep=99, **more)
+    late = next(c for c in before.checkpoints if opened(c).manifest.step > 33)
+    after = train(tmp_path / "b", strategy, settings, resume_from=late, epochs=1, **more)
+    assert after.result.outcome == "failed"
+    assert "this run is to end after 1: use --epochs" in after.result.reason
 
 
 def test_files_that_are_on_another_machine_make_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,7 +360,9 @@ def test_files_that_are_on_another_machine_make_no_checkpoint(tmp_path: Path, mo
     monkeypatch.setattr(LocalStore, "sync", lambda store, path: None)
     run = train(tmp_path / "a", "downpour", {"optimizer": "sgd", "lr": 0.5}, checkpoint_every_s=10.0)
     texts = [event.text for event in run.events(events.Warned)]
-    assert texts and all("lacks server-1-0000.safetensors" in text and "--checkpoints" in text for text in texts)
+    assert texts and all(
+        "lacks server-1-0000.safetensors" in text and "all machines must reach" in text for text in texts
+    )
     assert not [name for name in run.checkpoints if not name.endswith(".partial")]
 
 

@@ -31,6 +31,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     num_servers: int
     script: str = ""
     seed: int = 0
+    config: dict[str, Any] = {}  # all options of the run, as in its config.json
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

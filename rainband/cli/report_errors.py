@@ -8,6 +8,7 @@ from typing import NoReturn
 
 import typer
 
+from rainband.errors import BadCheckpoint
 from rainband.options import OptionError, on_command_line
 
 FAILED, USAGE = 1, 2
@@ -31,6 +32,8 @@ def report_errors() -> Iterator[None]:
         give_up(error.written(on_command_line), USAGE)
     except ValueError as error:
         give_up(str(error), USAGE)
+    except BadCheckpoint as error:
+        give_up(str(error), FAILED)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         give_up(f"{where}{error.strerror or error}.", FAILED)

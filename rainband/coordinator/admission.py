@@ -142,7 +142,7 @@ class Admission:
             complete = self._who_begins(complete)
         if not complete:
             return []
-        if not state.plan and (why := self.planning.unlike_checkpoint(complete[0][1])):
+        if not state.plan and (why := self.planning.unlike_checkpoint(complete[0][1], now)):
             return self.shutdown.stop("failed", f"the run cannot continue from its checkpoint: {why}.")
         welcomed = {sender for sender, _ in complete}
         self.waiting = [(sender, join) for sender, join in self.waiting if sender not in welcomed]
@@ -243,7 +243,7 @@ class Admission:
 
     def described(self, worker: WorkerState, dataset: Dataset, now: float) -> list[CoordinatorOutput]:
         """Take the description of a custom loop's data, or send the loop away."""
-        if self.state.dataset is None and (why := self.planning.unlike_data(dataset)):
+        if self.state.dataset is None and (why := self.planning.unlike_data(dataset, now)):
             return self.shutdown.stop("failed", f"the run cannot continue from its checkpoint: {why}.")
         shared = self.state.shares_batches()
         why = "" if shared and worker.described else self.planning.difference(worker, dataset)

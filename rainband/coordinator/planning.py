@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from rainband.coordinator.state import CoordinatorOutput, Phase, RunState, WorkerState
@@ -9,6 +11,7 @@ from rainband.protocol import events
 from rainband.protocol.data_plan import MAX_PORTION_BATCHES, OPEN_ENDED, DataPlan, choose_portion_batches
 from rainband.protocol.layout import Layout, PlacedBlocks, cut, cut_again, dealt, place
 from rainband.protocol.messages import Assign, Dataset, Join, Peer, Planned, Welcome
+from rainband.protocol.saved_state import Restore
 
 EQUAL_DATA = "The samples must be equal on all workers: seed the random numbers that make them."
 NO_DATA = Dataset("", 1, 1, 1)  # of custom loops that have not drawn a batch yet
@@ -72,17 +75,20 @@ class Planning:
         settings = self.state.settings
         return settings.restore.num_replicas if settings.restore and join.rounds else settings.num_replicas
 
-    def unlike_checkpoint(self, join: Join) -> str:
+    def unlike_checkpoint(self, join: Join, now: float) -> str:
         """Return in what a worker's task differs from that of the checkpoint; "" if it is the same."""
         restore = self.state.settings.restore
         if restore is None:
             return ""
         if join.layout.digest() != restore.layout.digest():
             return _other_model(join.layout, restore.layout)
-        return "" if join.custom_loop else self.unlike_data(_data_of(join))
+        return "" if join.custom_loop else self.unlike_data(_data_of(join), now)
 
-    def unlike_data(self, data: Dataset) -> str:
-        """Return in what the data differs from that of the checkpoint; "" if it is the same."""
+    def unlike_data(self, data: Dataset, now: float) -> str:
+        """Return in what the data differs from that of the checkpoint; "" if it is the same.
+
+        With --force, other samples are a warning, but not another number of them: it decides which batches there are.
+        """
         restore = self.state.settings.restore
         if restore is None or (restore.plan.num_samples, restore.plan.fingerprint) == (NO_DATA.num_samples, ""):
             return ""
@@ -92,10 +98,28 @@ class Planning:
             "the batch size": (data.batch_size, plan.batch_size),
             "drop_last": (data.drop_last, plan.drop_last),
         }
-        if not restore.force and data.fingerprint and plan.fingerprint:  # one worker alone has nothing to compare
+        if data.fingerprint and plan.fingerprint:  # one worker alone has nothing to compare
             pairs["the data"] = (data.fingerprint, plan.fingerprint)
+        if data.epochs and not plan.coordinated and (beyond := self._beyond(restore, data)):
+            return beyond
         differing = {what: sides for what, sides in pairs.items() if sides[0] != sides[1]}
+        if restore.force and list(differing) == ["the data"]:
+            text = f"continuing although the data is {data.fingerprint}, and there it was {plan.fingerprint}"
+            self.state.events.append(events.Warned(at_s=now, text=text))
+            return ""
         return "; ".join(f"{what} is {here}, there it was {there}" for what, (here, there) in differing.items())
+
+    def _beyond(self, restore: Restore, data: Dataset) -> str:
+        """Return why a run ends before the batches that the checkpoint has; "" if it does not."""
+        plan = msgspec.structs.replace(restore.plan, epochs=data.epochs)
+        portions = [max((*block.open, block.first_open - 1)) for block in restore.blocks]
+        if restore.step <= plan.num_batches and max(portions, default=-1) < plan.num_portions:
+            return ""
+        done = restore.step / plan.batches_per_epoch
+        return (
+            f"it has {restore.step:,} batches, {done:.1f} epochs, and this run is to end after {data.epochs}: use "
+            f"--epochs {math.ceil(done + 1e-9)} or more"
+        )
 
     def _first_plan(self, join: Join, data: Dataset) -> DataPlan:
         """Return the plan; of a loop that continues, the one that its blocks have accepted batches of."""

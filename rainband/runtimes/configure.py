@@ -116,7 +116,7 @@ def configure(
     )
     if make_task is not None and size > 1 and not known:
         config = _in_stages(config, make_task, resolved, placement, size, say)
-    return with_checkpoints(config, given, strategy.requires, say)
+    return with_checkpoints(config, given, say)
 
 
 def _in_stages(

@@ -13,7 +13,7 @@ from rainband.cli.report_errors import EXIT_CODES, report_errors
 from rainband.options import RayOptions, RunOptions, SimulationOptions, StageOptions
 
 if TYPE_CHECKING:
-    from rainband.checkpoints.manifest import RunFacts
+    from rainband.checkpoints.read import Checkpoint
     from rainband.runtimes.config import RunConfig
 
 # Options that determine what is trained, and those that only a new run has.
@@ -50,18 +50,17 @@ def resume(
 
     from rainband.cli.train import watch
     from rainband.plugins import load_strategy, search_current_folder
-    from rainband.runtimes.checkpoints.choose import checkpoint_of
+    from rainband.runtimes.checkpoints.choose import checkpoint_of, say_if_running
     from rainband.runtimes.configure import check_task, configure
-    from rainband.runtimes.run_directory import new_directory, read_config
+    from rainband.runtimes.run_directory import new_directory
     from rainband.views.sinks import chosen_sinks
 
     say = partial(typer.echo, err=True)
     with report_errors():
         runs = Path(options.get("runs") or "runs")
+        say_if_running(run, runs, say)
         checkpoint = checkpoint_of(run, runs, say)
-        facts = checkpoint.manifest.facts
-        file = _config_of(checkpoint.place)
-        base = _base(facts) if file is None else msgspec.structs.replace(read_config(file), directory="")
+        base = _base(checkpoint)
         if base.script:
             if not Path(base.script).is_file():
                 raise ValueError(
@@ -83,22 +82,15 @@ def resume(
     raise typer.Exit(watch(config, [partial(sink, directory) for sink in sinks], as_json, verbose))
 
 
-def _config_of(place: str) -> Path | None:
-    """Return the config.json of the run whose directory has this checkpoint, if there is one."""
-    file = Path(place).parent.parent / "config.json"
-    return file if file.is_file() else None
+def _base(checkpoint: Checkpoint) -> RunConfig:
+    """Return the options of the run that a checkpoint is of."""
+    import msgspec
 
-
-def _base(facts: RunFacts) -> RunConfig:
+    from rainband.errors import BadCheckpoint
     from rainband.runtimes.config import RunConfig
 
-    return RunConfig(
-        task=facts.task,
-        task_settings=facts.task_settings,
-        strategy=facts.strategy,
-        strategy_settings=facts.strategy_settings,
-        num_workers=facts.num_workers,
-        num_servers=facts.num_servers,
-        script=facts.script,
-        seed=facts.seed,
-    )
+    try:
+        config = msgspec.convert(checkpoint.manifest.facts.config, RunConfig, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise BadCheckpoint(checkpoint.place, f"the options of its run cannot be read ({error})") from None
+    return msgspec.structs.replace(config, directory="")

@@ -12,37 +12,26 @@ from rainband.checkpoints.store import Store, is_url, open_store
 from rainband.errors import BadCheckpoint
 from rainband.options import OptionError, RunOptions, opt, seconds
 from rainband.protocol.saved_state import step_of
-from rainband.runtimes.checkpoints.place import differences, find, store_of
+from rainband.runtimes.checkpoints.place import FOLDER, differences, find, store_of
 from rainband.runtimes.config import RunConfig
 from rainband.runtimes.run_directory import read_config
-from rainband.strategy import Requirements
-from rainband.views.history import find_run
+from rainband.views.history import find_run, is_locked
 
 MODEL = "model.safetensors"
 EVERY_S = 300.0  # unless the options say otherwise; of virtual time, there are none
 Say = Callable[[str], None]
 
 
-def with_checkpoints(config: RunConfig, given: RunOptions, requires: Requirements, say: Say) -> RunConfig:
+def with_checkpoints(config: RunConfig, given: RunOptions, say: Say) -> RunConfig:
     """Return the configuration with the options of checkpoints."""
-    stages = config.stage_plan.size if config.stage_plan else 1
-    obstacle = requires.checkpoint_obstacle(stages)
-    if obstacle and (name := next((n for n in ("checkpoint_every", "checkpoints", "resume") if n in given), "")):
-        raise OptionError(f"{opt(name, given[name])}: {config.strategy} has no checkpoints, because {obstacle}.")  # type: ignore[literal-required]
     place = given.get("checkpoints") or config.checkpoints
     if place and not is_url(place):
         place = str(Path(place).absolute())
     if place:
         open_store(place)  # raises if nothing knows such URLs
-    no_place = config.runtime == "ray" and not place
-    if no_place and (every := given.get("checkpoint_every")):
-        raise OptionError(
-            f"{opt('checkpoint_every', every)}: the nodes of a Ray cluster do not see the run's directory. Also use "
-            f"{opt('checkpoints', 's3://bucket/folder')}, or a folder that all nodes see."
-        )
     return msgspec.structs.replace(
         config,
-        checkpoint_every_s=0.0 if obstacle or no_place else _every_s(config, given),
+        checkpoint_every_s=_every_s(config, given),
         keep=given.get("keep") or config.keep,
         checkpoints=place,
         force=bool(given.get("force")),
@@ -64,6 +53,11 @@ def _weights(config: RunConfig, given: RunOptions) -> str:
     if not path.exists():
         path = find_run(Path(given.get("runs") or "runs"), str(word))
     path = path / MODEL if path.is_dir() else path
+    if not path.is_file() and (path.parent / FOLDER).is_dir():
+        raise OptionError(
+            f"{opt('from_weights', word)}: this run has saved no model yet, only checkpoints. Type rainband export "
+            f"{word} {MODEL} --checkpoint, and give that file."
+        )
     if not path.is_file():
         raise OptionError(f"{opt('from_weights', word)}: there is no {path}. Give a safetensors file, or its folder.")
     if path.suffix != ".safetensors":
@@ -89,8 +83,16 @@ def _resume_from(config: RunConfig, given: RunOptions, say: Say) -> str:
         if given.get("force"):
             raise OptionError(f"{opt('force', True)} requires {opt('resume')}.")
         return ""
-    checkpoint = checkpoint_of(str(run), Path(given.get("runs") or "runs"), say)
-    if differing := differences(checkpoint.manifest, config):
+    runs = Path(given.get("runs") or "runs")
+    say_if_running(str(run), runs, say)
+    checkpoint = checkpoint_of(str(run), runs, say)
+    differing, fixed = differences(checkpoint.manifest, config)
+    if fixed:
+        raise OptionError(
+            f"{opt('resume', run)} is a checkpoint of another run: {'; '.join([*fixed, *differing])}. Use the same, or "
+            f"begin a new run with its parameters: {opt('from_weights', run)}."
+        )
+    if differing:
         if not given.get("force"):
             raise OptionError(
                 f"{opt('resume', run)} is a checkpoint of another run: {'; '.join(differing)}. Use the same, or add "
@@ -112,11 +114,23 @@ def store_with(run: str, runs: Path) -> Store:
     path = Path(run) if Path(run).is_dir() else find_run(runs, run)
     if not (path / "config.json").is_file():
         return open_store(str(path))
-    return store_of(msgspec.structs.replace(read_config(path), directory=str(path)))
+    return store_of(read_config(path), path)
+
+
+def say_if_running(run: str, runs: Path, say: Say) -> None:
+    """Warn if the run that is to be continued has not ended: both would train on."""
+    if is_url(run) or names_checkpoint(run):
+        return
+    path = Path(run) if Path(run).is_dir() else find_run(runs, run)
+    if (path / "config.json").is_file() and is_locked(path / "events.jsonl"):
+        say(f"{run} is still running, and both runs train on from here: end it (Ctrl-C) if you want only one.")
 
 
 def checkpoint_of(run: str, runs: Path, say: Say) -> Checkpoint:
-    """Return the newest valid checkpoint of a run, or the one that is named; ValueError if there is none."""
+    """Return the newest valid checkpoint of a run, or the one that is named.
+
+    Raise ValueError if there is none, and BadCheckpoint if all are damaged.
+    """
     is_one = step_of(run.rstrip("/").rpartition("/")[2]) is not None
     is_folder = Path(run).is_dir() and not (Path(run) / "config.json").exists()
     if not (is_url(run) or is_one or is_folder):
@@ -124,4 +138,4 @@ def checkpoint_of(run: str, runs: Path, say: Say) -> Checkpoint:
     try:
         return find(run if is_url(run) else str(Path(run).absolute()), say)
     except BadCheckpoint as error:
-        raise ValueError(f"{run} has no valid checkpoint. {error}") from None
+        raise BadCheckpoint(error.file, f"{error.why}. {run} has no other checkpoint that is valid") from None

@@ -8,21 +8,25 @@ from pathlib import Path
 import msgspec
 
 from rainband.checkpoints.manifest import Manifest, RunFacts
-from rainband.checkpoints.read import Checkpoint, newest
+from rainband.checkpoints.read import Checkpoint, all_names, newest
 from rainband.checkpoints.store import Store, is_url, open_store
 from rainband.coordinator.journal import samples_of_results
 from rainband.protocol.saved_state import Restore, step_of
 from rainband.runtimes.config import RunConfig
+from rainband.runtimes.run_directory import read_config
 
 FOLDER = "checkpoints"
 WORKER_FILE = "worker.safetensors"  # of the worker with rank 0 in its replica
 COORDINATOR_FILE, RESULTS = "coordinator.safetensors", "results"  # of commands; the name of its tensor
 
 
-def store_of(config: RunConfig) -> Store:
-    """Return the place of a run's checkpoints: its directory, or its own folder below a URL or path."""
+def store_of(config: RunConfig, moved_to: Path | None = None) -> Store:
+    """Return the place of a run's checkpoints: its directory, or its own folder below a URL or path.
+
+    `moved_to`: where the run's directory is now, perhaps under another name.
+    """
     if not config.checkpoints:
-        return open_store(str(Path(config.directory) / FOLDER))
+        return open_store(str((moved_to or Path(config.directory)) / FOLDER))
     return open_store(f"{config.checkpoints.rstrip('/')}/{Path(config.directory).name}")
 
 
@@ -45,8 +49,12 @@ def find(place: str, tell: Callable[[str], None]) -> Checkpoint:
     if not is_url(place):
         path = Path(place)
         if (path / "config.json").is_file():
-            config = msgspec.json.decode((path / "config.json").read_bytes(), type=RunConfig)
-            return newest(store_of(msgspec.structs.replace(config, directory=str(path))), tell)
+            config = read_config(path)
+            store = store_of(config, path)
+            if config.resume_from and not all_names(store):
+                tell(f"{path} has no checkpoint of its own yet: continuing from the one that it began with.")
+                return find(config.resume_from, tell)
+            return newest(store, tell)
         if not path.is_dir():
             raise ValueError(f"there is no run or checkpoint {place}: type rainband runs to list the runs, or a path.")
         if (path / FOLDER).is_dir():
@@ -91,18 +99,33 @@ def facts_of(config: RunConfig) -> RunFacts:
         num_servers=config.num_servers,
         script=config.script,
         seed=config.seed,
+        config=msgspec.to_builtins(config, str_keys=True),
     )
 
 
-def differences(manifest: Manifest, config: RunConfig) -> list[str]:
-    """Return in what a run differs from the one that a checkpoint is of, with both sides."""
+def differences(manifest: Manifest, config: RunConfig) -> tuple[list[str], list[str]]:
+    """Return in what a run differs from the one that a checkpoint is of, with both sides.
+
+    First what can be forced, then what cannot: the state of another strategy or optimizer is another one, and the batch
+    size decides which batches there are.
+    """
     there, here = manifest.facts, facts_of(config)
-    pairs: dict[str, tuple[object, object]] = {
+    rest = [{k: v for k, v in facts.strategy_settings.items() if k != "optimizer"} for facts in (there, here)]
+    forced: dict[str, tuple[object, object]] = {
         "the task": (there.task, here.task),
         "the task's settings": (there.task_settings, here.task_settings),
-        "the strategy": (there.strategy, here.strategy),
-        "the strategy's settings": (there.strategy_settings, here.strategy_settings),
+        "the strategy's settings": (rest[0], rest[1]),
         "the seed": (there.seed, here.seed),
+    }
+    fixed: dict[str, tuple[object, object]] = {
+        "the strategy": (there.strategy, here.strategy),
+        "the optimizer": (there.strategy_settings.get("optimizer"), here.strategy_settings.get("optimizer")),
         "the batch size": (manifest.plan.batch_size, config.batch_size or manifest.plan.batch_size),
     }
+    if there.strategy != here.strategy:  # its settings are others, too
+        del forced["the strategy's settings"], fixed["the optimizer"]
+    return _differing(forced), _differing(fixed)
+
+
+def _differing(pairs: dict[str, tuple[object, object]]) -> list[str]:
     return [f"{what} was {was}, now it is {now}" for what, (was, now) in pairs.items() if was != now]
