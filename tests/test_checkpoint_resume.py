@@ -273,7 +273,7 @@ def test_checkpoints_may_be_behind_a_url(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["", "elsewhere"])
-def test_the_directory_of_a_run_may_be_moved(tmp_path: Path, place: str) -> None:
+def test_the_directory_of_a_run_may_be_renamed(tmp_path: Path, place: str) -> None:
     settings = {"optimizer": "sgd", "lr": 0.5}
     checkpoints = str(tmp_path / place) if place else ""
     run = train(tmp_path / "a", "downpour", settings, checkpoint_every_s=4.0, checkpoints=checkpoints)

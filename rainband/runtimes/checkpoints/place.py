@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -110,11 +111,9 @@ def differences(manifest: Manifest, config: RunConfig) -> tuple[list[str], list[
     size decides which batches there are.
     """
     there, here = manifest.facts, facts_of(config)
-    rest = [{k: v for k, v in facts.strategy_settings.items() if k != "optimizer"} for facts in (there, here)]
     forced: dict[str, tuple[object, object]] = {
         "the task": (there.task, here.task),
-        "the task's settings": (there.task_settings, here.task_settings),
-        "the strategy's settings": (rest[0], rest[1]),
+        **_pairs("the task's setting", there.task_settings, here.task_settings),
         "the seed": (there.seed, here.seed),
     }
     fixed: dict[str, tuple[object, object]] = {
@@ -122,9 +121,16 @@ def differences(manifest: Manifest, config: RunConfig) -> tuple[list[str], list[
         "the optimizer": (there.strategy_settings.get("optimizer"), here.strategy_settings.get("optimizer")),
         "the batch size": (manifest.plan.batch_size, config.batch_size or manifest.plan.batch_size),
     }
-    if there.strategy != here.strategy:  # its settings are others, too
-        del forced["the strategy's settings"], fixed["the optimizer"]
+    if there.strategy == here.strategy:  # otherwise its settings are others, too
+        forced |= _pairs("the setting", there.strategy_settings, here.strategy_settings)
+        forced.pop("the setting optimizer", None)
+    else:
+        del fixed["the optimizer"]
     return _differing(forced), _differing(fixed)
+
+
+def _pairs(what: str, there: dict[str, Any], here: dict[str, Any]) -> dict[str, tuple[object, object]]:
+    return {f"{what} {name}": (there.get(name), here.get(name)) for name in (there | here)}
 
 
 def _differing(pairs: dict[str, tuple[object, object]]) -> list[str]:
