@@ -36,13 +36,14 @@ LAYERS = {
         "model_parallel model_parallel.graph model_parallel.placement model_parallel.schedules model_parallel.drawing",
         may_import="contracts model",
     ),
+    "codecs": Layer("codecs", may_import="contracts"),
     "full_batch": Layer("full_batch", may_import="contracts"),
-    "rounds": Layer("rounds", may_import="contracts"),
+    "rounds": Layer("rounds", may_import="contracts codecs"),
     "collectives": Layer("collectives", may_import="contracts"),
     # The algorithms: they know what to send, never how it travels.
     "strategies": Layer("strategies optimizer_settings", may_import="contracts rules full_batch collectives"),
     # State machines without I/O.
-    "nodes": Layer("server worker coordinator", may_import="contracts model rules rounds tasks"),
+    "nodes": Layer("server worker coordinator", may_import="contracts model rules rounds tasks codecs"),
     "execution": Layer("model_parallel.execution", may_import="contracts model graphs nodes"),
     "transports": Layer("transports", may_import="contracts rounds collectives"),
     # Files of checkpoints; who writes and reads them, and when, is up to the runtimes.

@@ -38,7 +38,7 @@ PLUGIN_FOLDERS = (
 PUBLIC_MODULES = ("errors.py", "join.py", "fit.py", "minimize.py", "adapters/", "runtimes/processes/worker_main.py")
 
 # What is found by name: commands, strategies, tasks, algorithms, benchmarks, adapters that scripts import.
-ENTRY_FOLDERS = ("cli/", "strategies/", "tasks/", "collectives/algorithms/", "bench/cases/", "adapters/")
+ENTRY_FOLDERS = ("cli/", "strategies/", "tasks/", "collectives/algorithms/", "codecs/", "bench/cases/", "adapters/")
 
 # What a strategy hands out: nobody may probe these for what their class does not declare.
 STRATEGY_TYPES = {"Strategy", "ServerPart", "Rule", "Requirements", "CoordinatorApi"}

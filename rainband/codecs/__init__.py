@@ -1,0 +1,1 @@
+"""Codecs: gradients, parameters and models in fewer bytes, for slow networks."""

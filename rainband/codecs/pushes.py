@@ -1,0 +1,100 @@
+"""The values that a worker sends, encoded by a codec, and what it has not sent yet."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from rainband.codecs.codec import Codec, Piece, Sender, key_of
+from rainband.protocol.layout import BlockSpec, Layout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rainband.protocol.ports import BlockValues
+
+MEASURED_EVERY = 8  # messages: the norm of what is not sent costs a pass over it
+
+
+class EncodedValues:
+    """Bytes that a codec has made of a block's values, or values that it has left as they are."""
+
+    __slots__ = ("encoded", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.encoded = len(tensor) if tensor.dtype == torch.uint8 else 0
+
+    def write(self, out: Tensor) -> None:
+        out.copy_(self.tensor)
+
+    def contiguous(self) -> Tensor | None:
+        return self.tensor if self.encoded or self.tensor.dtype == torch.float32 else None
+
+
+class Unsent(NamedTuple):
+    """Values that a codec has kept of the gradients of one block."""
+
+    block: BlockSpec
+    absent: tuple[int, ...]  # parameters that are left out
+    values: EncodedValues
+
+
+class CompressedPushes:
+    """Encodes the pushes of one worker; what a codec keeps is kept for each block, and each choice of parameters."""
+
+    def __init__(self, codec: Codec, me: int, layout: Layout) -> None:
+        self.codec = codec
+        self.me = me
+        self.layout = layout
+        self.senders: dict[tuple[BlockSpec, tuple[int, ...]], Sender] = {}
+        self.norms: dict[tuple[BlockSpec, tuple[int, ...]], float] = {}  # squared, of what is not sent
+        self.messages = 0
+
+    def encode(
+        self, values: BlockValues, block: BlockSpec, absent: tuple[int, ...], numel: int, sequence: int
+    ) -> EncodedValues:
+        """Return what is sent in place of these values."""
+        which = block, absent
+        sender = self.senders.get(which)
+        if sender is None:
+            sender = self.senders[which] = self.codec.sender(pieces_of(self.layout, block, absent))
+        plain = values.contiguous()
+        if plain is None or not plain.is_cpu:
+            plain = torch.empty(numel, dtype=getattr(torch, block.dtype))
+            values.write(plain)
+        encoded = EncodedValues(sender.encode(plain, key_of(self.me, sequence, block.index)))
+        self.messages += 1
+        if sender.unsent is not None and (which not in self.norms or not self.messages % MEASURED_EVERY):
+            self.norms[which] = float(sender.unsent.square().sum())
+        return encoded
+
+    @property
+    def unsent_norm(self) -> float:
+        """Return about the norm of what is not sent."""
+        return math.sqrt(sum(self.norms.values()))
+
+    def take_unsent(self) -> list[Unsent]:
+        """Return what is not sent yet, which will now be sent as it is."""
+        self.norms.clear()
+        kept = [(which, sender.take_unsent()) for which, sender in self.senders.items()]
+        return [Unsent(*which, EncodedValues(values)) for which, values in kept if values is not None and values.any()]
+
+
+def pieces_of(layout: Layout, block: BlockSpec, absent: Sequence[int] = ()) -> list[Piece]:
+    """Return where the parameters lie in the values of a block, and how many columns they have as matrices."""
+    pieces, at = [], 0
+    for segment in block.present(absent):
+        start = at if absent else segment.start
+        at = start + segment.numel
+        pieces.append(Piece(start, at, min(segment.numel, _columns(layout, segment.parameter))))
+    return pieces
+
+
+def _columns(layout: Layout, parameter: int) -> int:
+    spec = layout.parameters[parameter]
+    rows = spec.shape[spec.order[0]] if len(spec.shape) > 1 else spec.numel
+    return max(1, spec.numel // max(1, rows))
