@@ -76,6 +76,9 @@ class Board(Protocol):
 
     def tensors(self, rank: int, slot: int) -> Sequence[Tensor]: ...
 
+    def area(self, rank: int, slot: int) -> Tensor:
+        """Return the memory of a contribution, as bytes: for tensors that are encoded."""
+
     def publish(self, slot: int, position: int, header: Header) -> None:
         """Write the header, then the position of the slot, then that of the member."""
 
@@ -103,6 +106,7 @@ class _Words:
         self.published = [0, 0]
         self.headers: list[Header | None] = [None, None]
         self.areas = [[torch.zeros_like(tensor) for tensor in like] for _ in range(2)]
+        self.encoded: dict[int, Tensor] = {}  # the same areas, for contributions that are encoded
         self.state: tuple[int, Any] = (0, None)
 
 
@@ -185,6 +189,12 @@ class LocalBoard:
 
     def tensors(self, rank: int, slot: int) -> Sequence[Tensor]:
         return self.memory.words[rank].areas[slot]
+
+    def area(self, rank: int, slot: int) -> Tensor:
+        words = self.memory.words[rank]
+        if slot not in words.encoded:
+            words.encoded[slot] = torch.zeros(sum(t.nbytes for t in words.areas[slot]), dtype=torch.uint8)
+        return words.encoded[slot]
 
     def publish(self, slot: int, position: int, header: Header) -> None:
         self.own.headers[slot] = header

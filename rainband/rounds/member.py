@@ -11,12 +11,14 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import msgspec
 import torch
 from torch import Tensor
 
 from rainband.rounds.average import Average, Floats, Row, average, given_by, mask_of
 from rainband.rounds.board import Board, RoundEntry
 from rainband.rounds.current_round import CurrentRound
+from rainband.rounds.encoded import EncodedExchange
 from rainband.rounds.exchange import Outcome, Part, StateHolder
 from rainband.rounds.handover import StateHandover
 from rainband.rounds.joining import Joining
@@ -56,6 +58,7 @@ class RoundMember:
         self.equal_parts = equal_parts
         self.whole_batches = whole_batches
         self.average: Average = average
+        self.encoded: EncodedExchange | None = None  # None: tensors are exchanged as they are
         self.membership = RoundMembership(board)
         self.handover = StateHandover(self.membership, holder)
         self.joining = Joining(self.membership, self.handover, trial_rounds)
@@ -173,8 +176,11 @@ class RoundMember:
         given = [q for q in sorted(good) if headers[q].kind == "mean"]
         target = position(self.view.where, round_.num_exchanges)
         weights = [headers[q].weight for q in given] if row is None else row(given)
-        areas = [self.board.tensors(q, member.slot_of(q, target)) for q in given]
-        contributions = given_by(given, weights, [headers[q].present for q in given], areas)
+        areas = [self._tensors(q, headers[q], target) for q in given]
+        if any(area is None for area in areas):
+            yield None
+            return Outcome(False)  # it was excluded, and what it has read has changed meanwhile
+        contributions = given_by(given, weights, [headers[q].present for q in given], [a for a in areas if a])
         yield None
         total = self.average(tensors, self.rank, contributions)
         yield None
@@ -184,6 +190,21 @@ class RoundMember:
         round_.has_averaged |= headers is round_.averaged
         round_.divide_missing(headers)
         return Outcome(True, total, headers[leader_of(headers)].numbers, means(headers, given))
+
+    def _tensors(self, rank: int, header: Header, target: int) -> Sequence[Tensor] | None:
+        """Return the tensors that a member has published; None if this member was excluded while it read them."""
+        slot = self.membership.slot_of(rank, target)
+        tensors = self.board.tensors(rank, slot)
+        if not header.encoded:
+            return tensors
+        assert self.encoded is not None, "all members have the same codec"
+        present = int.from_bytes(header.present, "little")
+        try:
+            return self.encoded.decode(self.board.area(rank, slot), header.encoded, present, tensors, target)
+        except ValueError:
+            if self.membership.ends():
+                return None
+            raise
 
     def mean_scalars(self, scalars: Sequence[float], weight: float | None) -> Waiting:
         """Average numbers over the members."""
@@ -214,10 +235,18 @@ class RoundMember:
         if member.ends():
             return None
         yield None
-        if tensors:
-            yield from self._write(self.board.tensors(self.rank, member.slot), tensors)
         target = position(self.view.where, round_.num_exchanges + 1)
+        sizes: tuple[int, ...] = ()
+        if tensors and self.encoded is not None:
+            # A part that another member has lost has another weight; trials look at what was computed.
+            plain = bool(round_.missing) or round_.part.trial is not None
+            sizes = self.encoded.encode(tensors, self.board.area(self.rank, member.slot), target, plain)
+            yield None
+        elif tensors:
+            yield from self._write(self.board.tensors(self.rank, member.slot), tensors)
         header = self._header(kind, tensors, round_.part.weight if weight is None else weight, numbers, scalars)
+        if sizes:
+            header = msgspec.structs.replace(header, encoded=sizes)
         self.board.publish(member.slot, target, header)
         member.slot = 1 - member.slot
         round_.num_exchanges += 1

@@ -95,6 +95,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     numbers: tuple[float, ...] = ()
     scalars: tuple[float, ...] = ()
     sources: int = -1  # members whose tensors it reads, without its own; -1: all
+    encoded: tuple[int, ...] = ()  # bytes of each tensor with a value, which follow each other; empty: all are as usual
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -259,6 +259,11 @@ class SharedBoard:
             areas = self._areas[rank] = _areas(self.fd, room_at(self.num_ranks, rank), self._like)
         return areas[slot]
 
+    def area(self, rank: int, slot: int) -> Tensor:
+        tensors = self.tensors(rank, slot)
+        start, end = slot * _area_bytes(self._like), _places(self._like)[1] - STAGGER_BYTES
+        return torch.empty(0, dtype=torch.uint8).set_(tensors[0].untyped_storage(), start, (end,), (1,))
+
     def publish(self, slot: int, position: int, header: Header) -> None:
         text = _header_encoder.encode(header)
         if len(text) + 4 > HEADER_BYTES:

@@ -196,8 +196,13 @@ class ModelRounds(WorkerRounds):
         scalars = (self.round.loss, self.round.tried, self.round.not_finite, self.distance, self.round.left_out)
         readers = 1 if row is None else sum(weight > 0 for weight in row(self.members)) - 1
         size = sum(tensor.nbytes for tensor in tensors if tensor is not None)
-        self.worker.client.stats.sent_bytes += readers * size
+        stats, encoded = self.worker.client.stats, self.member.encoded
+        stats.sent_bytes += readers * size
+        before = 0 if encoded is None else encoded.stats.saved_bytes
         outcome: Outcome = await self.through(self.member.mean(tensors, weight, numbers, scalars, row))
+        saved = 0 if encoded is None else encoded.stats.saved_bytes - before
+        stats.sent_bytes -= readers * saved
+        stats.saved_bytes += readers * saved
         if not outcome.took_part:
             return outcome, weights
         if first:
@@ -209,6 +214,9 @@ class ModelRounds(WorkerRounds):
         optimizer = self.worker.local_optimizer
         vectors = [] if optimizer is None else optimizer.state_vectors()
         parameters = [parameter.detach() for parameter in self.worker.flat.parameters]
+        encoded = self.member.encoded
+        if encoded is not None:
+            encoded.plain = True
         for number in range(self.round.num_vectors):  # this worker has none yet if it has made no step
             values = vectors[number] if number < len(vectors) else [None] * len(parameters)
             own = [torch.zeros_like(p) if value is None else value for p, value in zip(parameters, values, strict=True)]
@@ -216,6 +224,8 @@ class ModelRounds(WorkerRounds):
             for value, tensor in zip(values, mean.tensors, strict=True):
                 if value is not None:
                     value.copy_(tensor)
+        if encoded is not None:
+            encoded.plain = False
 
     # ---- accounting ------------------------------------------------------------------------------------------------
 

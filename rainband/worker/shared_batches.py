@@ -193,6 +193,7 @@ class SharedBatches(WorkerRounds):
         self.state = state = TrainingState(worker, self)
         self.member = RoundMember(board, state, clock, equal_parts, whole_batches=True)
         self.computed_again = 0  # samples of parts that were lost
+        self.sends_rest = False  # what codecs have kept goes with the next exchange: the run stops after it
         self.batch: Batch | None = None  # of the open round; the next one has the number `done`
         self.result: Gradient | None = None  # its mean
 
@@ -216,6 +217,8 @@ class SharedBatches(WorkerRounds):
         self.batch = batch_at(self.plan, self.done)
         size = self.plan.samples_in(self.batch.portion, self.batch.k)
         part = self.member.cut(range(size))
+        if self.member.encoded is not None:
+            self.member.encoded.last = self.sends_rest or self.done + 1 >= self.plan.num_batches
         return BatchPart(self.batch, range(part.first, part.last), size)
 
     # ---- means -----------------------------------------------------------------------------------------------------
@@ -251,12 +254,15 @@ class SharedBatches(WorkerRounds):
         return self.result
 
     async def _exchange(self, tensors: list[Tensor | None], gradient: Gradient) -> _Exchanged:
+        encoded = self.member.encoded
         waiting = self.member.mean(
             tensors, gradient.weight, (float(self.stops or self.worker.client.leases.run_stops),), (gradient.loss,)
         )
         outcome: Outcome = await self.through(waiting)
         if outcome.took_part:
             self.stops = bool(outcome.numbers[0])  # those of one worker: all stop after the same round
+            if self.stops and not self.sends_rest and encoded is not None and encoded.codec.properties.keeps:
+                self.stops, self.sends_rest = False, True  # one more round sends what codecs have kept
         return _Exchanged(outcome.took_part, tensors, outcome.weight, outcome.scalars[0] if outcome.took_part else 0.0)
 
     # ---- accounting ------------------------------------------------------------------------------------------------
@@ -336,12 +342,13 @@ class TrainingState(RoundState):
 
     def collect(self) -> dict[str, Any]:
         self.rounds.settle_skipped()
-        return {**super().collect(), "computed_again": self.rounds.computed_again}
+        rounds = self.rounds
+        return {**super().collect(), "computed_again": rounds.computed_again, "sends_rest": rounds.sends_rest}
 
     def apply(self, state: Mapping[str, Any]) -> None:
         super().apply(state)
         self.rounds.batch = self.rounds.result = None
-        self.rounds.computed_again = state["computed_again"]
+        self.rounds.computed_again, self.rounds.sends_rest = state["computed_again"], state["sends_rest"]
 
     def fingerprint(self) -> int:
         digest = xxhash.xxh3_64()

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import xxhash
 
+from rainband.codecs.codec import Codec
 from rainband.model.block_optimizer import build
 from rainband.model.flat_parameters import Flat
 from rainband.model.gradient import Gradient
@@ -26,6 +27,7 @@ from rainband.protocol.messages import Report, Tally
 from rainband.protocol.saved_state import SavedBlock
 from rainband.protocol.steps import Work
 from rainband.rounds.board import Board
+from rainband.rounds.encoded import EncodedExchange
 from rainband.strategy import Batch, BatchPart, Requirements, Servers, Strategy, WorkItem
 from rainband.tasks.task import own_optimizer, own_scheduler
 from rainband.worker.client import Client
@@ -178,14 +180,22 @@ class ModuleWorker:
         return self.client.stats.samples
 
     def enter_rounds(
-        self, requires: Requirements, board: Board, clock: Callable[[], float], equal_parts: bool = False
+        self,
+        requires: Requirements,
+        board: Board,
+        clock: Callable[[], float],
+        equal_parts: bool = False,
+        codec: Codec | None = None,
     ) -> None:
-        """Take part in the rounds that the run's strategy declares."""
+        """Take part in the rounds that the run's strategy declares; `codec` encodes what is exchanged there."""
         if requires.split_batches:
             _ = self.loss_parts  # with the first parameters, which are equal on all workers
             self.rounds = self.shared_batches = SharedBatches(self, board, clock, equal_parts)
         else:
             self.rounds = self.model_rounds = ModelRounds(self, board, clock)
+        if codec is not None:
+            stats = self.client.stats if requires.split_batches else None  # models are counted by their readers
+            self.rounds.member.encoded = EncodedExchange(codec, len(self.flat.parameters), stats)
 
     @cached_property
     def loss_parts(self) -> LossParts:

@@ -237,10 +237,18 @@ def _num_bytes(words: memoryview, kind: int) -> int:
 def _in_chunks(rank: int, kind: int, now: Snapshot, rooms: Rooms, first: int = 0) -> list[tuple[Message, bytes | None]]:
     num_bytes, life = _num_bytes(now.words, kind), int(now.words[LIFE])
     data = rooms.data(rank, kind, num_bytes)
+    end = _end_of_data(now, kind, num_bytes)
     return [  # copies: the worker may write the next ones before these have left
-        (RoundData(rank, life, kind, at, num_bytes), bytes(data[at : at + CHUNK_BYTES]))
-        for at in range(first, num_bytes, CHUNK_BYTES)
+        (RoundData(rank, life, kind, at, num_bytes), bytes(data[at : min(end, at + CHUNK_BYTES)]))
+        for at in range(first, end, CHUNK_BYTES)
     ]
+
+
+def _end_of_data(now: Snapshot, kind: int, num_bytes: int) -> int:
+    """Return how many bytes of an area are in use: fewer, if a codec has encoded the tensors."""
+    if kind == STATE:
+        return num_bytes
+    return min(num_bytes, sum(_header_decoder.decode(now.headers[kind]).encoded)) or num_bytes
 
 
 class RoundsRelay:

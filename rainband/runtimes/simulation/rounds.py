@@ -168,6 +168,11 @@ class SimulatedBoard(LocalBoard):
     def _num_bytes(self, slot: int, header: Header) -> int:
         """Return the bytes of the tensors that have a value."""
         sizes = [tensor.nbytes for tensor in self.tensors(self.rank, slot)]
+        codec = self.node.session.codec
+        if codec is not None and not sizes:  # none are computed for time alone
+            return min(self.rounds.num_bytes, codec.num_bytes(self.rounds.num_bytes // 4))
+        if header.encoded:
+            return round(self.rounds.num_bytes * sum(header.encoded) / max(1, sum(sizes)))
         present = int.from_bytes(header.present, "little")
         given = sum(size for i, size in enumerate(sizes) if present >> i & 1)
         return self.rounds.num_bytes if not sizes else round(self.rounds.num_bytes * given / max(1, sum(sizes)))

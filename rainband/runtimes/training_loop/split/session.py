@@ -26,6 +26,7 @@ from rainband.protocol.messages import (
     Welcome,
 )
 from rainband.protocol.ports import Port
+from rainband.rounds.encoded import EncodedExchange
 from rainband.rounds.exchange import Part
 from rainband.rounds.rounds import RoundExchange
 from rainband.rounds.view import RoundView
@@ -68,6 +69,8 @@ class LoopSession:
         on_cpu = all(tensor.device.type == "cpu" for tensor in like)  # elsewhere, whole batches may be too large
         trial_rounds = TRIAL_ROUNDS if on_cpu and self.num_workers > 1 else 0
         self.exchange = RoundExchange(board, state, time.perf_counter, equal_parts, self._waited, trial_rounds)
+        if (codec := self.link.session.codec) is not None:
+            self.exchange.member.encoded = EncodedExchange(codec, len(state.tensors.parameters), self.stats)
         if algorithm := self.strategy.requires.algorithm:
             timeout_s = self.link.config.failure_timeout_s
             group = SharedGroup(self.link.group_files, self.link.index, on_lost="continue", timeout_s=timeout_s)
