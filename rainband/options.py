@@ -107,6 +107,19 @@ class ProcessOptions(TypedDict, total=False):
     ]
 
 
+class CodecOptions(TypedDict, total=False):
+    """Slow networks"""
+
+    codec: Annotated[
+        str | None,
+        Option(
+            "Compress the gradients or models that workers send: topk:0.01, sign, bf16, ... (rainband explain topk).",
+            "CODEC",
+            "none",
+        ),
+    ]
+
+
 class SharedBatchOptions(TypedDict, total=False):
     """Batches that workers share"""
 
@@ -318,6 +331,7 @@ class OutputOptions(TypedDict, total=False):
 class FitOptions(
     ListenOptions,
     ProcessOptions,
+    CodecOptions,
     SharedBatchOptions,
     TrainingOptions,
     CheckpointOptions,
@@ -339,6 +353,7 @@ GROUPS = (
     NodeOptions,
     ListenOptions,
     ProcessOptions,
+    CodecOptions,
     SharedBatchOptions,
     TrainingOptions,
     CheckpointOptions,

@@ -1,4 +1,4 @@
-"""`rainband explain`: describe a strategy, a task or an all-reduce algorithm and its settings, from its own file."""
+"""`rainband explain`: describe a strategy, a task, an all-reduce algorithm or a codec, from its own file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def command(
         str | None,
         typer.Argument(
             metavar="NAME",
-            help="Strategy, task or all-reduce algorithm; omit it for one line about each.",
+            help="Strategy, task, all-reduce algorithm or codec; omit it for one line about each.",
             autocompletion=completion.explained_names,
         ),
     ] = None,
@@ -43,13 +43,14 @@ def command(
     ] = 4,
     as_json: PrintJson = False,
 ) -> None:
-    """Describe a strategy, a task or an all-reduce algorithm, with its equations and settings."""
+    """Describe a strategy, a task, an all-reduce algorithm or a codec, with its equations and settings."""
+    from rainband.codecs.find import codec_names
     from rainband.collectives.algorithm import algorithm_names
     from rainband.plugins import strategy_names
     from rainband.tasks.load import task_names
 
     with report_errors():
-        known = [*strategy_names(), *task_names(), *algorithm_names()]
+        known = [*strategy_names(), *task_names(), *algorithm_names(), *codec_names()]
         state = [facts_of(one) for one in ([name] if name else known)]
         if name and state[0]["kind"] == "strategy":
             state[0] |= _with_settings(name, settings or [], workers)
@@ -65,7 +66,8 @@ def command(
 
 
 def facts_of(name: str) -> dict[str, Any]:
-    """Return the description of a strategy, a task or an algorithm, from its file."""
+    """Return the description of a strategy, a task, an algorithm or a codec, from its file."""
+    from rainband.codecs.find import codec_names
     from rainband.collectives.algorithm import algorithm_names
     from rainband.plugins import strategy_names
     from rainband.tasks.load import task_names
@@ -76,11 +78,13 @@ def facts_of(name: str) -> dict[str, Any]:
         return _task(name)
     if name in algorithm_names():
         return _algorithm(name)
-    near = did_you_mean(name, [*strategy_names(), *task_names(), *algorithm_names()])
+    if name in codec_names():
+        return _codec(name)
+    near = did_you_mean(name, [*strategy_names(), *task_names(), *algorithm_names(), *codec_names()])
     raise ValueError(
-        f"no strategy, task or algorithm named {name!r}{near}: choose from the strategies "
-        f"{', '.join(strategy_names())}, or module:Class, the tasks {', '.join(task_names())}, and the all-reduce "
-        f"algorithms {', '.join(algorithm_names())}."
+        f"no strategy, task, algorithm or codec named {name!r}{near}: choose from the strategies "
+        f"{', '.join(strategy_names())}, or module:Class, the tasks {', '.join(task_names())}, the all-reduce "
+        f"algorithms {', '.join(algorithm_names())}, and the codecs {', '.join(codec_names())}."
     )
 
 
@@ -121,15 +125,35 @@ def _strategy(name: str) -> dict[str, Any]:
 
 
 def _algorithm(name: str) -> dict[str, Any]:
+    from rainband.collectives.algorithm import load_algorithm
+
+    return _plugin("algorithm", name, type(load_algorithm(name)))
+
+
+def _codec(name: str) -> dict[str, Any]:
+    from rainband.codecs.find import load_codec
+
+    codec = load_codec(name)
+    properties = codec.properties
+    facts = [
+        "unbiased" if properties.unbiased else "",
+        "linear: an all-reduce can sum what it sends" if properties.linear else "",
+        "near each value: models can be sent, too" if properties.of_values else "",
+        f"keeps {properties.keeps}" if properties.keeps else "keeps nothing",
+        f"a million values take about {codec.num_bytes(10**6):,} bytes in place of 4,000,000",
+    ]
+    return {**_plugin("codec", name, type(codec)), "properties": [fact for fact in facts if fact]}
+
+
+def _plugin(kind: str, name: str, cls: type) -> dict[str, Any]:
+    """Return the description of a class, from its file."""
     import inspect
 
-    from rainband.collectives.algorithm import load_algorithm
     from rainband.settings import fields_of
 
-    cls = type(load_algorithm(name))
     text = inspect.cleandoc(sys.modules[cls.__module__].__doc__ or "").strip()
     return {
-        "kind": "algorithm",
+        "kind": kind,
         "name": name,
         "class": cls.__name__,
         "summary": text.partition("\n")[0],
@@ -207,7 +231,9 @@ def _setting(setting: Setting, prefix: str = "") -> dict[str, Any]:
 
 
 def _all(state: list[dict[str, Any]], width: int) -> list[str]:
-    kinds = {kind: [fact for fact in state if fact["kind"] == kind] for kind in ("strategy", "task", "algorithm")}
+    kinds = {
+        kind: [fact for fact in state if fact["kind"] == kind] for kind in ("strategy", "task", "algorithm", "codec")
+    }
     examples = [some[0]["name"] for some in kinds.values()]
     return [
         "Strategies:",
@@ -218,6 +244,9 @@ def _all(state: list[dict[str, Any]], width: int) -> list[str]:
         "",
         "All-reduce algorithms:",
         *_lines(kinds["algorithm"], width),
+        "",
+        "Codecs:",
+        *_lines(kinds["codec"], width),
         "",
         f"More about one: rainband explain {' or rainband explain '.join(examples)}",
     ]
@@ -262,6 +291,13 @@ def _one(fact: dict[str, Any], width: int) -> list[str]:
         *table(rows, indent="  ", width=width),
         "",
     ]
+    if fact["kind"] == "codec":
+        about += [
+            f"Facts:   {'; '.join(fact['properties'])}.",
+            "",
+            f"Use it:  rainband train digits downpour --codec {fact['name']}",
+        ]
+        return [*about, f"Read it: {fact['file']}"]
     if fact["kind"] == "algorithm":
         return [*about, *_cost_lines(fact, width), "", f"Read it: {fact['file']}"]
     return [

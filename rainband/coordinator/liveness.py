@@ -266,6 +266,8 @@ class Liveness:
         if worker.ended and worker.peer.index == self.shutdown.concluder:
             self.state.report_loss(worker.peer, now, why)  # another one must save the model
         outs = [] if worker.ended else self.deactivate(worker, now, why)
+        if not worker.ended and worker.heartbeat.unsent_norm:
+            self.shutdown.reporting.lost_residuals.append(worker.heartbeat.unsent_norm)
         worker.ended, self.state.live = True, None
         self.shutdown.not_waited_for(worker.peer.index)
         return outs

@@ -33,14 +33,20 @@ class Reporting:
         self.loss: float | None = None  # since the last Progress event; none: no sample was processed
         self.reported: list[Heartbeat] = []  # by that event
         self.nodes = NodeReport(state)
+        self.lost_residuals: list[float] = []  # norms of what codecs of workers had not sent when these ended
 
     def accounting(self) -> BatchAccounting | None:
         state = self.state
         if state.plan is None:
             return None
+        accounting = (
+            balance_shared(self.sample_account())
+            if state.shares_batches()
+            else balance(self._plan_so_far(state.plan), state.reports(), state.reassigned)
+        )
+        accounting = msgspec.structs.replace(accounting, lost_residuals=tuple(self.lost_residuals))
         if state.shares_batches():
-            return balance_shared(self.sample_account())
-        accounting = balance(self._plan_so_far(state.plan), state.reports(), state.reassigned)
+            return accounting
         if state.full_batch is not None:
             return balance_led(accounting, state.reports(), state.full_batch.requested.batches)
         return accounting if state.has_data() else msgspec.structs.replace(accounting, batches=0, not_processed=0)
@@ -129,6 +135,7 @@ class Reporting:
                 metrics=next((w.heartbeat.metrics for w in connected.values() if w.heartbeat.metrics), {}),
                 pushed_bytes=sum(w.heartbeat.pushed_bytes for w in self.state.workers.values()),
                 pulled_bytes=sum(w.heartbeat.pulled_bytes for w in self.state.workers.values()),
+                saved_bytes=sum(w.heartbeat.saved_bytes for w in self.state.workers.values()),
                 computed_s={i: w.heartbeat.computed_s for i, w in staged.items()},
                 sent_bytes={
                     i: w.heartbeat.sent_bytes for i, w in connected.items() if staged or w.heartbeat.sent_bytes

@@ -83,6 +83,8 @@ class RunEnd:
             state.live -= 1
         worker.ended = True
         worker.leases.clear()
+        if worker.heartbeat.unsent_norm:  # a custom loop that shares batches does not know which one is its last
+            self.reporting.lost_residuals.append(worker.heartbeat.unsent_norm)
         if state.phase is Phase.CONCLUDING and state.is_custom_loop():
             # It was declared lost before, and has ended after all.
             self.last_pulls.add(worker.peer.index)

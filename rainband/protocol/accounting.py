@@ -100,6 +100,7 @@ class BatchAccounting(msgspec.Struct, frozen=True):
     in_pairs: bool = False  # steps were added to models in shared memory, each under its lock
     samples: SampleAccount | None = None  # where workers share each batch; then batches are not counted
     buffered: int = 0  # accepted by a block, and still kept there by its update rule; the worst block
+    lost_residuals: tuple[float, ...] = ()  # of each lost worker, the norm of what its codec had not sent
 
     @property
     def balanced(self) -> bool:

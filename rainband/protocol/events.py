@@ -152,6 +152,7 @@ class UpdateSizeChanged(Event, frozen=True):
     gradients: int
 
 
+# size: one field for each number that views show
 class Progress(Event, frozen=True):
     """The progress of the run, reported every few seconds."""
 
@@ -170,6 +171,7 @@ class Progress(Event, frozen=True):
     metrics: dict[str, float] = {}  # the task's own, as last measured by a worker; none yet: empty
     pushed_bytes: int = 0  # to the servers, by all workers so far
     pulled_bytes: int = 0  # from them
+    saved_bytes: int = 0  # that were not pushed, because a codec has encoded the gradients
     computed_s: dict[int, float] = {}  # where several workers compute one model together: of each, so far
     sent_bytes: dict[int, int] = {}  # of tensors, by workers to each other: of a model in stages, or of whole models
     waiting_for: dict[int, int] = {}  # worker -> the worker that it has been waiting for over several reports

@@ -58,6 +58,11 @@ class InitBlock(Message, frozen=True, tag=2):
     absent: tuple[int, ...] = ()  # parameters that have no such state yet
     numbers: dict[str, dict[int, float]] = {}  # state that is one number per parameter: name -> parameter -> number
 
+    @property
+    def payload(self) -> tuple[str, int]:
+        """Return the dtype of the payload, and how many there are."""
+        return self.dtype, self.numel
+
 
 class Push(Message, frozen=True, tag=3):
     """One block of a gradient, with the IDs of the batches it sums; the payload is the gradient."""
@@ -80,6 +85,13 @@ class Push(Message, frozen=True, tag=3):
     groups: tuple[dict[str, Any], ...] = ()  # the sender's optimizer settings, when they changed since its last push
     began: int = -1  # the sender's clock when it started to compute this
     loss: float = 0.0  # in an evaluation: the mean over the samples; it travels with the gradient
+    encoded: int = 0  # bytes of the payload, if a codec has made it; 0: the values as they are
+    residual: bool = False  # what a codec has not sent of earlier gradients; it counts no batch
+
+    @property
+    def payload(self) -> tuple[str, int]:
+        """Return the dtype of the payload, and how many there are."""
+        return ("uint8", self.encoded) if self.encoded else (self.dtype, self.numel)
 
 
 class FetchState(Message, frozen=True, tag=4):
@@ -528,6 +540,8 @@ class Heartbeat(Message, frozen=True, tag=111):
     account: SampleAccount | None = None  # of workers that share each batch
     disagreement: float | None = None  # of workers that train models of their own: their distance from the mean model
     cpu_s: float = 0.0  # of the processor, used by the process so far
+    saved_bytes: int = 0  # that codecs have not sent
+    unsent_norm: float = 0.0  # of what a codec has kept of earlier gradients
 
 
 class Finish(Message, frozen=True, tag=112):

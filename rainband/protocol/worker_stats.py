@@ -21,6 +21,8 @@ class Stats:
     loss_samples: float = 0  # the weight of the loss: samples, unless the task states another one
     pushed_bytes: int = 0
     pulled_bytes: int = 0
+    saved_bytes: int = 0  # that codecs have not sent
+    unsent_norm: float = 0.0  # of what a codec has kept of earlier gradients
     computed_s: float = 0.0  # seconds spent computing gradients, or parts of them
     sent_bytes: int = 0  # of tensors, to the others who compute the same model
     torn_reads: int = 0
@@ -56,6 +58,8 @@ class Stats:
             loss_samples=samples,
             pushed_bytes=self.pushed_bytes,
             pulled_bytes=self.pulled_bytes,
+            saved_bytes=self.saved_bytes,
+            unsent_norm=self.unsent_norm,
             computed_s=self.computed_s,
             sent_bytes=self.sent_bytes,
             torn_reads=self.torn_reads,

@@ -37,6 +37,7 @@ from rainband.options import (
 from rainband.plugins import search_current_folder, where_to_run
 from rainband.protocol.optimizer_spec import BUILT_IN
 from rainband.runtimes.checkpoints.choose import with_checkpoints
+from rainband.runtimes.codecs import check_codec, with_codec_text
 from rainband.runtimes.config import RAY_FIELDS, RaySettings, RunConfig, SimSettings, check_ray, ray_settings
 from rainband.runtimes.machines.addresses import check_machines
 from rainband.runtimes.simulation.models.cluster_model import compute_model, load_model
@@ -59,7 +60,7 @@ MOST_PER_CORE = 32  # processes; more would only wait for each other
 # Options that are fields of RunConfig or of SimSettings, under these names.
 PLAIN_FIELDS = (
     *("threads", "transport", "failure_timeout_s", "epochs", "batch_size", "seed", "eval_every_s", "runtime"),
-    *("record", "timeline", "parts", "stuck_timeout_s", "target"),
+    *("record", "timeline", "parts", "stuck_timeout_s", "target", "codec"),
 )
 SIM_FIELDS = {"network": "model", "time_only": "time_only", "steps": "steps", "compute": "compute"}
 OPTION_TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
@@ -86,7 +87,7 @@ def configure(
     say: Callable[[str], None] = lambda line: None,
 ) -> RunConfig:
     """Return `base` with these options; a model that is to be split is measured here."""
-    given = given_options(options)
+    given = given_options(with_codec_text(options))
     merged: RunOptions = {**_options_of(base, given), **given}  # type: ignore[typeddict-item]
     placement = _placement(base, merged)
     base, strategy = _as_one_replica(base, strategy, merged, placement)
@@ -238,6 +239,7 @@ def resolve(
     check_ray({**options, "workers": workers}, name, requires)
     _check_simulation(options, name, requires, size)
     _check_record(options, name, requires, size)
+    check_codec(options, name, requires)
     if options.get("target"):
         options = _check_target(options, name, requires, size)
     if options.get("runtime", "processes") == "processes":

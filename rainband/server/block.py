@@ -98,6 +98,19 @@ class Block:
         self.parameters.step(gradient, absent, lr_scale, sender.worker, self.version + 1)
         self.version += 1
 
+    def apply_residual(self, gradient: Tensor | None, push: Push) -> None:
+        """Apply what a worker's codec has kept of earlier gradients: it counts no batch, and makes no new version."""
+        if gradient is None:
+            return
+        if self.observer is not None:
+            self.observer.applying(self, gradient, (push,))
+        # In a mean of several gradients, one of them is this fraction.
+        mean_of = self.plan.items_per_round or self.rule.gradients_per_update or 1
+        lr_scale = 1.0 if self.schedule is None else self.schedule.scale(self._progress(push))
+        self.parameters.step(
+            gradient / mean_of if mean_of > 1 else gradient, push.absent, lr_scale, push.worker, self.version
+        )
+
     def _warn_of_rates(self, pushes: Sequence[Push], used: int) -> None:
         """Say so if an update uses one worker's optimizer settings for gradients of others with different settings."""
         rates = self.parameters.differing_rates(sorted({push.worker for push in pushes if not push.skip}))

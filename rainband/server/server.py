@@ -55,6 +55,7 @@ from rainband.server.validation import PushValidator
 from rainband.strategy import ServerPart
 
 if TYPE_CHECKING:
+    from rainband.codecs.codec import Codec
     from rainband.observer import Observer
 
 ACCEPTED, DUPLICATE = PushResult.ACCEPTED, PushResult.DUPLICATE  # read for every push: members of enums are slow
@@ -66,8 +67,13 @@ class Server:
     """Owns blocks: accepts pushes, answers pulls, and follows the coordinator."""
 
     def __init__(
-        self, server_part: Callable[[int], ServerPart], publish: Publish, observer: Observer | None = None
+        self,
+        server_part: Callable[[int], ServerPart],
+        publish: Publish,
+        observer: Observer | None = None,
+        codec: Codec | None = None,
     ) -> None:
+        """`codec`: with which workers may encode their pushes."""
         self.server_part = server_part
         self.publish = publish
         self.observer = observer
@@ -75,7 +81,7 @@ class Server:
         self.assigned = False
         self.blocks: dict[int, Block] = {}
         self.early_loads: list[tuple[Peer, InitBlock, Tensor | None]] = []  # received before the blocks were assigned
-        self.validator = PushValidator()
+        self.validator = PushValidator(codec)
         self.readers = Readers(self.blocks)
         self.progress = ProgressReport(self.blocks)
         self.commands: CommandExecutor | None = None  # of a coordinated run
@@ -186,6 +192,10 @@ class Server:
             self.observer.answered(push, result)
 
     def _accept(self, sender: Peer, block: Block, push: Push, gradient: Tensor | None) -> None:
+        if push.residual:
+            block.accounting.last_untracked[sender.index, sender.incarnation] = push.sequence
+            block.apply_residual(gradient, push)
+            return
         if push.push_id:
             self.progress.accept(block, push.push_id)
             if self.commands is not None and block is next(iter(self.blocks.values())):

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
+from rainband.codecs.codec import key_of
 from rainband.protocol.data_plan import PushId, validate_push_id
 from rainband.protocol.messages import PushResult
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rainband.codecs.codec import Codec
     from rainband.protocol.layout import BlockSpec
     from rainband.protocol.messages import Peer, Push
     from rainband.server.block import Block
@@ -27,7 +31,9 @@ class Verdict(NamedTuple):
 class PushValidator:
     """Checks each push against leases, the data plan and what its block has accepted."""
 
-    def __init__(self) -> None:
+    def __init__(self, codec: Codec | None = None) -> None:
+        """`codec`: with which pushes may be encoded."""
+        self.codec = codec
         self.min_lease: dict[int, int] = {}  # portion -> the lowest lease number that is still valid
         self.refused: dict[int, int] = {}  # worker -> its last incarnation whose pushes are refused
         # The last one that was checked: the messages of a push, one for each block, all carry the same.
@@ -59,7 +65,7 @@ class PushValidator:
             return Verdict(PushResult.REVOKED)
         if sender.role != "worker" or sender.index != push.worker:
             return Verdict(PushResult.BAD, f"a push of worker {push.worker} came from {sender}")
-        if push.push_id != self.valid_push_id[0] or push.at_version != self.valid_push_id[1]:
+        if not push.residual and (push.push_id != self.valid_push_id[0] or push.at_version != self.valid_push_id[1]):
             wrong = validate_push_id(block.plan, push.push_id, push.at_version)
             if wrong:
                 return Verdict(PushResult.BAD, wrong)
@@ -87,6 +93,8 @@ class PushValidator:
         numel = spec.numel_without(push.absent)
         if push.numel != numel or push.dtype != spec.dtype:
             return None, f"block {spec.index} is {numel} x {spec.dtype}, the push is {push.numel} x {push.dtype}"
+        if push.encoded:
+            return self._decoded(block, push, payload)
         if payload is None and not numel:
             payload = parameters.values.new_empty(0)  # a transport does not deliver an empty body
         elif payload is None or payload.nbytes != numel * parameters.dtype.itemsize:
@@ -97,6 +105,21 @@ class PushValidator:
         if push.absent:
             gradient = _spread(gradient, spec, push.absent)
         return gradient, ""  # finite: its sender has checked that, and frames have checksums
+
+    def _decoded(self, block: Block, push: Push, payload: Tensor | None) -> tuple[Tensor | None, str]:
+        """Return what a codec has encoded."""
+        if self.codec is None:
+            return None, "it is encoded, and this run has no codec"
+        if payload is None or payload.nbytes != push.encoded:
+            return None, f"the payload is not the {push.encoded} bytes that it says"
+        try:
+            gradient = self.codec.decode(
+                payload.view(torch.uint8), push.numel, key_of(push.worker, push.sequence, push.block)
+            )
+        except ValueError as error:
+            return None, f"{type(self.codec).__name__} cannot decode it: {error}"
+        gradient = gradient.to(block.parameters.working_dtype)
+        return _spread(gradient, block.spec, push.absent) if push.absent else gradient, ""
 
     def _has_accepted(self, sender: Peer, block: Block, push: Push) -> bool:
         return block.accounting.has_accepted(sender, push)

@@ -113,7 +113,7 @@ class SharedPort:
         if not self.free:
             self._wait_for_room()
         slot = self.free.pop()  # the one used last: it is still in the cache
-        values.write(self.mailbox.tensor(slot, message.dtype, message.numel))
+        values.write(self.mailbox.tensor(slot, *message.payload))
         self.send(msgspec.structs.replace(message, slot=slot))
 
     def _wait_for_room(self) -> None:
@@ -212,7 +212,7 @@ class TcpPort(ThreadedLink):
             return
         buffers = self.waited_buffers if waited else self.other_buffers
         payload = buffers.take(self.stats, self.event_loop)
-        values.write(payload[: _num_bytes(message)].view(getattr(torch, message.dtype)))
+        values.write(payload[: _num_bytes(message)].view(getattr(torch, message.payload[0])))
         self.outbox.put((message, payload, buffers))
 
     def lend(self, sequence: int, views: Mapping[int, Tensor]) -> None:
@@ -274,6 +274,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 def _num_bytes(message: Message) -> int:
     if isinstance(message, Push | InitBlock):
-        dtype: torch.dtype = getattr(torch, message.dtype)
-        return message.numel * dtype.itemsize
+        name, number = message.payload
+        dtype: torch.dtype = getattr(torch, name)
+        return number * dtype.itemsize
     return 0

@@ -111,6 +111,9 @@ def accounting(counts: Mapping[str, Any], has_lost_nodes: bool = True) -> list[s
     # Custom training loops return leases when they end early: that is not worth a line.
     if has_lost_nodes and (reassigned := counts.get("reassigned")):
         lines.append(f"{count(reassigned, 'lease')} reassigned, because a worker was lost or inactive")
+    if residuals := counts.get("lost_residuals"):
+        norm = short(math.sqrt(sum(residual**2 for residual in residuals)))
+        lines.append(f"what the codecs of {count(len(residuals), 'worker')} had not sent is lost: norm {norm}")
     if refused := counts.get("refused"):
         lines.append(f"{count(sum(refused.values()), 'push')} refused: {_by_reason(refused, REFUSALS)}")
     return lines
@@ -172,10 +175,21 @@ def staleness(measured: Mapping[str, Any], bound: str = "") -> str:
 
 
 def traffic(last: Progress | None) -> str:
-    """Return the bytes sent to the servers and received from them; "" without servers."""
+    """Return the bytes sent to the servers and received from them, or, with a codec, to other workers."""
     if last is None or not last.pushed_bytes:
-        return ""
-    return f"{size(last.pushed_bytes)} of gradients pushed, {size(last.pulled_bytes)} of parameters pulled"
+        sent = sum(last.sent_bytes.values()) if last is not None else 0
+        if last is None or not sent or not last.saved_bytes:
+            return ""
+        plain = sent + last.saved_bytes
+        return f"{size(sent)} exchanged for {size(plain)} of values ({short(plain / sent)} times less)"
+    pulled = f"{size(last.pulled_bytes)} of parameters pulled"
+    if not last.saved_bytes:
+        return f"{size(last.pushed_bytes)} of gradients pushed, {pulled}"
+    plain = last.pushed_bytes + last.saved_bytes
+    return (
+        f"{size(last.pushed_bytes)} pushed for {size(plain)} of gradients ({short(plain / last.pushed_bytes)} times "
+        f"less), {pulled}"
+    )
 
 
 def models(last: Progress | None) -> str:

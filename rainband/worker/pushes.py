@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from rainband.codecs.pushes import CompressedPushes
 from rainband.errors import Refused
 from rainband.model.gradient import Gradient
 from rainband.protocol.accounting import SkipReasons
@@ -40,6 +41,7 @@ class Pushes:
     __slots__ = (
         "base",
         "clock",
+        "compressed",
         "groups",
         "in_flight",
         "leases",
@@ -65,6 +67,7 @@ class Pushes:
         self.unanswered: list[list[int]] = [[] for _ in servers.specs]  # sequences of pushes in flight, per block
         self.reasons = SkipReasons()
         self.groups: tuple[dict[str, Any], ...] = ()  # optimizer settings that the next push announces
+        self.compressed: CompressedPushes | None = None  # None: gradients are sent as they are
 
     def next_sequence(self) -> int:
         self.sequence += 1
@@ -87,6 +90,10 @@ class Pushes:
             index = block.index
             absent = flat.absent(block, gradient.tensors)
             numel = block.numel_without(absent)
+            values, encoded = gradient.block_values(flat, block), 0
+            if self.compressed is not None and gradient.tensors:  # none are computed for time alone
+                values = self.compressed.encode(values, block, absent, numel, handle.sequence)
+                encoded = values.encoded
             message = Push(
                 index,
                 self.me,
@@ -104,16 +111,55 @@ class Pushes:
                 groups=self.groups,
                 began=handle.began,
                 loss=loss,
+                encoded=encoded,
             )
             self.unanswered[index].append(handle.sequence)
-            servers.port_of[index].push(message, gradient.block_values(flat, block))
-            servers.stats.pushed_bytes += numel * ITEM_BYTES[block.dtype]
+            servers.port_of[index].push(message, values)
+            self._count_bytes(block, numel, encoded)
             if observer is not None:
                 observer.sent(message)
         self.groups = ()
         if observer is not None:
             observer.ended("push")
         return handle
+
+    def _count_bytes(self, block: BlockSpec, numel: int, encoded: int) -> None:
+        stats, num_bytes = self.servers.stats, numel * ITEM_BYTES[block.dtype]
+        stats.pushed_bytes += encoded or num_bytes
+        if encoded:
+            stats.saved_bytes += num_bytes - encoded
+        if self.compressed is not None:
+            stats.unsent_norm = self.compressed.unsent_norm
+
+    def send_unsent(self) -> None:
+        """Send, as it is, what a codec has kept of all gradients so far: no other push follows."""
+        unsent = [] if self.compressed is None else self.compressed.take_unsent()
+        if not unsent:
+            return
+        sequence = self.next_sequence()
+        handle = self.in_flight[sequence] = PushHandle((), len(unsent), sequence, self.clock, self.clock)
+        for block, absent, values in unsent:
+            index, numel = block.index, block.numel_without(absent)
+            message = Push(
+                index,
+                self.me,
+                sequence,
+                handle.name,
+                1,
+                handle.clock,
+                self.term,
+                self.versions[index],
+                block.dtype,
+                numel,
+                absent=absent,
+                began=handle.began,
+                residual=True,
+            )
+            self.unanswered[index].append(sequence)
+            self.servers.port_of[index].push(message, values)
+            self._count_bytes(block, numel, 0)
+            if self.servers.observer is not None:
+                self.servers.observer.sent(message)
 
     def skip(
         self, gradient: Gradient, reason: str, wanted: Callable[[int], bool] | None = None, ends_item: bool = True

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rainband.codecs.codec import Codec
+from rainband.codecs.pushes import CompressedPushes
 from rainband.errors import RainbandError
 from rainband.protocol.layout import Layout
 from rainband.protocol.messages import (
@@ -103,6 +105,7 @@ class Session:
         *(
             "before_step",
             "client",
+            "codec",
             "conclusion",
             "snapshots",
             "early",
@@ -127,6 +130,7 @@ class Session:
         self.observer = observer
         self.stats = Stats()
         self.client: Client | None = None
+        self.codec: Codec | None = None  # for what it pushes
         self.worker: RunningWorker | None = None  # when it has joined the run
         self.is_welcome = False
         self.go = False
@@ -174,6 +178,8 @@ class Session:
         """Make the client, and deliver the messages that arrived before."""
         self.client = client = self.model.make_client(self.me, welcome, list(ports), self.runtime.tell)
         client.servers.stats, client.servers.observer = self.stats, self.observer
+        if self.codec is not None and client.servers.port_of:
+            client.pushes.compressed = CompressedPushes(self.codec, self.me.index, client.flat.layout)
         if self.observer is not None:
             self.observer.joined(client, welcome)
         for message in self.early:  # the run may have ended meanwhile

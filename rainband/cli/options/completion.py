@@ -26,9 +26,10 @@ def pipeline_schedules(incomplete: str) -> list[str]:
 
 
 def explained_names(incomplete: str) -> list[str]:
+    from rainband.codecs.find import codec_names
     from rainband.collectives.algorithm import algorithm_names
 
-    return strategies(incomplete) + tasks(incomplete) + _beginning(incomplete, algorithm_names())
+    return strategies(incomplete) + tasks(incomplete) + _beginning(incomplete, [*algorithm_names(), *codec_names()])
 
 
 def settings(ctx: typer.Context, incomplete: str) -> list[str]:

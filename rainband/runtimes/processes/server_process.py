@@ -24,6 +24,7 @@ from rainband.runtimes.checkpoints.background import BackgroundThread
 from rainband.runtimes.checkpoints.remote import NodeFiles
 from rainband.runtimes.checkpoints.restore import restore_server
 from rainband.runtimes.checkpoints.write import ServerWriter
+from rainband.runtimes.codecs import codec_of
 from rainband.runtimes.config import Job, decode_job
 from rainband.server.readers import ServerOutput
 from rainband.server.server import Server
@@ -87,7 +88,7 @@ class ServerProcess:
         self.tcp = tcp
         self.me = Peer("server", job.index, job.incarnation)
         self.strategy = strategy or load_strategy(config.strategy, config.strategy_settings)
-        self.server = Server(self._server_part, self._publish, join_observers(_observers(job)))
+        self.server = Server(self._server_part, self._publish, join_observers(_observers(job)), codec_of(config))
         self.published: Published | None = None
         self.unopened: list[tuple[Connection, messages.Hello]] = []  # workers that were sooner than the blocks
         self.over = False
@@ -204,7 +205,7 @@ class ServerProcess:
 
     def _payload(self, connection: Connection, message: Message, body: memoryview | None) -> Tensor | None:
         if isinstance(message, messages.Push | InitBlock) and message.slot >= 0 and connection.mailbox is not None:
-            tensor: Tensor = connection.mailbox.tensor(message.slot, message.dtype, message.numel)
+            tensor: Tensor = connection.mailbox.tensor(message.slot, *message.payload)
             return tensor
         return None if body is None else torch.frombuffer(body, dtype=torch.uint8)
 

@@ -94,7 +94,7 @@ class WorkerProcess(WorkerLink):
         if self.session.strategy.requires.in_rounds:
             board = SharedBoard(self.round_files, self.index, examples(worker))
             requires = self.session.strategy.requires
-            worker.enter_rounds(requires, board, time.monotonic, self.config.equal_parts)
+            worker.enter_rounds(requires, board, time.monotonic, self.config.equal_parts, self.session.codec)
             if requires.algorithm and worker.shared_batches is not None:
                 timeout_s = self.config.failure_timeout_s
                 group = SharedGroup(self.group_files, self.index, on_lost="continue", timeout_s=timeout_s)

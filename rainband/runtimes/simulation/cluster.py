@@ -12,6 +12,7 @@ from random import Random
 
 import msgspec
 
+from rainband.codecs.codec import Codec
 from rainband.coordinator.coordinator import Coordinator, RunSettings
 from rainband.coordinator.liveness import server_patience_s
 from rainband.coordinator.state import FailureCause, Phase
@@ -74,6 +75,7 @@ class Scenario:
     stage_compute: Callable[[int], StageCompute] | None = None  # by worker, if several compute one model together
     equal_parts: bool = False  # of batches that workers share
     checkpoints: CheckpointAccess | None = None  # None: there are none
+    codec: Codec | None = None  # with which workers encode what they push
 
     def server_part(self, num_workers: int) -> ServerPart:
         part = self.strategy.server(num_workers)

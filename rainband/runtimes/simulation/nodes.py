@@ -155,7 +155,7 @@ class ServerNode(Node):
     ) -> None:
         super().__init__(cluster.bus, peer, machine)
         self.observer = observer
-        self.server = Server(cluster.scenario.server_part, publish, observer)
+        self.server = Server(cluster.scenario.server_part, publish, observer, cluster.scenario.codec)
         self.checkpoints = checkpoints = cluster.scenario.checkpoints
         self.writer = (
             None

@@ -23,6 +23,7 @@ from rainband.plugins import load_strategy
 from rainband.protocol.messages import Address, Dataset, Join
 from rainband.record.spans import write_spans
 from rainband.runtimes.checkpoints.restore import access_of
+from rainband.runtimes.codecs import codec_of
 from rainband.runtimes.config import RunConfig, dataset_of
 from rainband.runtimes.hogwild.server import HogwildServer
 from rainband.runtimes.processes.server_process import leave_out_the_compiler
@@ -230,6 +231,16 @@ def is_aggregated(config: RunConfig) -> bool:
 
 def make_scenario(config: RunConfig, task: Task | None = None, strategy: Strategy | None = None) -> Scenario:
     """Build the scenario of a run; `strategy` and `task` replace those that the configuration names."""
+    scenario = _scenario(config, task, strategy)
+    scenario.codec = codec_of(config)
+    if scenario.codec is not None and scenario.aggregated:
+        raise ValueError(
+            "--codec: thousands of servers are simulated as one, without codecs. Use fewer workers or servers."
+        )
+    return scenario
+
+
+def _scenario(config: RunConfig, task: Task | None, strategy: Strategy | None) -> Scenario:
     strategy = strategy or load_strategy(config.strategy, config.strategy_settings)
     task = task or load_task(config.task, config.task_settings)
     check_optimizer(task, strategy)

@@ -82,6 +82,7 @@ class WorkerNode(Node):
         self.observer = observer
         self.session = Session(peer, self, observer)
         self.session.prepare(cluster.scenario.strategy, cluster.scenario.join, compute)
+        self.session.codec = cluster.scenario.codec
         self.stats = self.session.stats
         self.eval_every_s = 0.0  # seconds between two evaluations; 0: none before the end
         self.measuring: PeriodicEval | None = None
@@ -135,7 +136,8 @@ class WorkerNode(Node):
             self.compute.attach()
             board = self.cluster.rounds.board(self, examples(worker) if self.cluster.scenario.real else [])
             requires, equal_parts = self.session.strategy.requires, self.cluster.scenario.equal_parts
-            worker.enter_rounds(requires, board, self.clock.now_s, equal_parts)
+            codec = self.session.codec if self.cluster.scenario.real else None
+            worker.enter_rounds(requires, board, self.clock.now_s, equal_parts, codec)
 
     def flush_output(self) -> None:
         """Do nothing: the output is that of the simulator."""
@@ -337,7 +339,7 @@ class WorkerNode(Node):
         if self.clock.now < self.paused_until:
             self.wake(partial(self._computed, wanted, started))
             return
-        if self.inbox and self.session.strategy.requires.local_steps:
+        if self.inbox and self.session.strategy.requires.in_rounds:
             self._take_all()  # as in a process: many batches may pass before it waits
         if self.over or not self.alive:
             return
@@ -383,13 +385,24 @@ class SimPort:
         if isinstance(values, WrittenValues):
             payload = values.tensor
         elif self.real:
-            payload = torch.empty(message.numel, dtype=getattr(torch, message.dtype))
+            dtype, number = message.payload
+            payload = torch.empty(number, dtype=getattr(torch, dtype))
             values.write(payload)
         worker = self.worker
         num_bytes = worker.block_bytes(message.block)
         worker.spend(worker.costs.worker_message_s + num_bytes / worker.costs.push_bytes_per_s)
+        num_bytes = self._sent_bytes(message, num_bytes)
         size = HEADER_BYTES if self.direct else HEADER_BYTES + num_bytes
         worker.bus.send(worker, self.peer, message, payload, size, worker.busy_until)
+
+    def _sent_bytes(self, message: Push | InitBlock, num_bytes: int) -> int:
+        """Return what a block's values become with the codec, if they are encoded."""
+        codec = self.worker.session.codec
+        if codec is None or not isinstance(message, Push) or message.residual:
+            return num_bytes
+        if self.real:
+            return message.encoded or num_bytes
+        return min(num_bytes, codec.num_bytes(num_bytes // 4))
 
     def read(self, spec: BlockSpec, at_version: int, out: Tensor) -> int | None:
         block = self.server().blocks[spec.index]
