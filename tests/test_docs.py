@@ -245,7 +245,7 @@ def test_the_readme_has_every_strategy_in_a_family_and_counts_them() -> None:
 
 @each_page
 def test_a_setting_that_is_written_exists(page: Path) -> None:
-    """`lr=0.1` in a sentence is a setting of a strategy or a task, or a parameter of a public function."""
+    """`lr=0.1` in a sentence is a setting of a strategy, a task or a codec, or a parameter of a public function."""
     written = set(re.findall(r"`(?:\w+ )?(\w+)=[^`]*`", prose(page)))
     assert written - known_settings() - THEIR_SETTINGS == set()
 
@@ -257,12 +257,14 @@ def known_settings() -> frozenset[str]:
 
     import rainband
     from rainband import options
+    from rainband.codecs.find import codec_names, find_codec
     from rainband.model_parallel.schedules import builders
     from rainband.plugins import find_strategy, strategy_names
 
     functions = [rainband.fit, rainband.join, rainband.minimize, *vars(builders).values()]
     found = {*options.declared()}
     found |= {field.name for name in strategy_names() for field in dataclasses.fields(find_strategy(name))}
+    found |= {field.name for name in codec_names() for field in dataclasses.fields(find_codec(name))}  # type: ignore[arg-type]
     for function in filter(inspect.isfunction, functions):
         found |= set(inspect.signature(function).parameters)
     return frozenset(found)
