@@ -183,7 +183,7 @@ class Saving(OneProcess):
 
 
 def looped(
-    strategy: Strategy, folder: Path, save_at: int = -1
+    strategy: Strategy, folder: Path, save_at: int = -1, batch_size: int = 12
 ) -> tuple[nn.Module, list[tuple[int, float]], list[Tensor]]:
     """Train for three passes; return the model, the epoch and learning rate of each step, and averaged parameters."""
     torch.manual_seed(0)
@@ -198,7 +198,7 @@ def looped(
         with kind(model, [optimizer], member) as run:
             run.register(schedule, average)
             for epoch in run.epochs(3):
-                for x, y in run.batches(DATA, batch_size=12):
+                for x, y in run.batches(DATA, batch_size=batch_size):
                     steps.append((epoch, optimizer.param_groups[0]["lr"]))
                     if len(steps) == save_at:
                         run.checkpoint()
@@ -223,3 +223,9 @@ def test_a_loop_that_asked_for_a_checkpoint_continues_bit_for_bit(tmp_path: Path
     for (key, one), other in zip(whole.state_dict().items(), again.state_dict().values(), strict=True):
         assert torch.equal(one, other), key
     assert all(torch.equal(one, other) for one, other in zip(average, of_rest, strict=True))
+
+
+def test_a_loop_with_another_batch_size_is_refused(tmp_path: Path) -> None:
+    looped(Single(), tmp_path, save_at=7)
+    with pytest.raises(AssertionError, match="dismissed: .* the batch size is 9, there it was 12"):
+        looped(Single(), tmp_path, batch_size=9)

@@ -244,7 +244,7 @@ class Admission:
     def described(self, worker: WorkerState, dataset: Dataset, now: float) -> list[CoordinatorOutput]:
         """Take the description of a custom loop's data, or send the loop away."""
         if self.state.dataset is None and (why := self.planning.unlike_data(dataset, now)):
-            return self.shutdown.stop("failed", f"the run cannot continue from its checkpoint: {why}.")
+            return self.shutdown.abort(f"the run cannot continue from its checkpoint: {why}.")  # nothing has begun
         shared = self.state.shares_batches()
         why = "" if shared and worker.described else self.planning.difference(worker, dataset)
         if not why and shared:

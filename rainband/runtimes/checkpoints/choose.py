@@ -138,4 +138,6 @@ def checkpoint_of(run: str, runs: Path, say: Say) -> Checkpoint:
     try:
         return find(run if is_url(run) else str(Path(run).absolute()), say)
     except BadCheckpoint as error:
+        if is_one:
+            raise
         raise BadCheckpoint(error.file, f"{error.why}. {run} has no other checkpoint that is valid") from None
