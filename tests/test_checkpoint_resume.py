@@ -345,7 +345,7 @@ def test_a_run_cannot_end_before_the_batches_that_are_done(tmp_path: Path, strat
     late = next(c for c in before.checkpoints if opened(c).manifest.step > 33)
     after = train(tmp_path / "b", strategy, settings, resume_from=late, epochs=1, **more)
     assert after.result.outcome == "failed"
-    assert "this run is to end after 1: use --epochs" in after.result.reason
+    assert "and this run is to end after epoch 1: train for" in after.result.reason
 
 
 def test_files_that_are_on_another_machine_make_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -680,9 +680,11 @@ def test_a_run_is_shown_with_its_accounting_its_staleness_and_its_curve() -> Non
 
 
 def test_a_killed_run_is_shown_as_far_as_it_came() -> None:
-    write_run(Path("runs/one"), whole_run()[:-1], tail=b'{"event":"Prog')
+    written = events.CheckpointWritten(at_s=9.0, name="step-0000001600", step=1600, num_bytes=1, seconds=0.1)
+    write_run(Path("runs/one"), [*whole_run()[:-1], written], tail=b'{"event":"Prog')
     said = Said("runs", "show", "one")
     assert said.exit_code == 0
+    assert "from its checkpoint of step 1,600: rainband resume runs/one" in said.out
     assert "The run was killed, or its machine stopped" in said.out and "1,700 of 2,000 samples" in said.out
     assert "1 lines of events.jsonl could not be read" in said.out
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 
 from rainband.coordinator.state import CoordinatorOutput, Phase, RunState, WorkerState
@@ -111,14 +109,14 @@ class Planning:
 
     def _beyond(self, restore: Restore, data: Dataset) -> str:
         """Return why a run ends before the batches that the checkpoint has; "" if it does not."""
-        plan = msgspec.structs.replace(restore.plan, epochs=data.epochs)
+        plan = restore.plan
         portions = [max((*block.open, block.first_open - 1)) for block in restore.blocks]
-        if restore.step <= plan.num_batches and max(portions, default=-1) < plan.num_portions:
+        epochs = [-(-restore.step // plan.batches_per_epoch), plan.epoch_of(max(portions, default=-1)) + 1]
+        if max(epochs) <= data.epochs:
             return ""
-        done = restore.step / plan.batches_per_epoch
         return (
-            f"it has {restore.step:,} batches, {done:.1f} epochs, and this run is to end after {data.epochs}: use "
-            f"--epochs {math.ceil(done + 1e-9)} or more"
+            f"it has {restore.step:,} batches, some of them of epoch {max(epochs)}, and this run is to end after epoch "
+            f"{data.epochs}: train for {max(epochs)} epochs or more"
         )
 
     def _first_plan(self, join: Join, data: Dataset) -> DataPlan:

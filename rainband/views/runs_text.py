@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import typer
 
+from rainband.protocol import events
 from rainband.views import predicted_stages as predicted
 from rainband.views.charts import curve, histogram, ink_for
 from rainband.views.event_text import links, num_nodes, plan_made, progress_line, user_error
@@ -177,10 +178,13 @@ def _without_end(run: PastRun) -> list[str]:
     if run.state == "running":
         return ["still running:", f"  {progress_line(run.so_far).strip()}"]
     last = progress_line(run.so_far).strip() if run.so_far.last else "no batch was done"
-    return [
+    lines = [
         "The run was killed, or its machine stopped: it has no summary and no model. Its last progress:",
         f"  {last}",
     ]
+    if written := [event for event in run.events if isinstance(event, events.CheckpointWritten)]:
+        lines.append(f"To continue from its checkpoint of step {written[-1].step:,}: rainband resume {run.directory}")
+    return lines
 
 
 def _histogram_of(run: PastRun) -> dict[int, int]:
