@@ -20,7 +20,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 
 from rainband.protocol.accounting import NOT_FINITE
 from rainband.rounds import average
-from rainband.rounds.exchange import Part
+from rainband.rounds.exchange import Part, RoundId
+from rainband.rounds.joining import LAST_EPOCH
+from rainband.rounds.view import position
 from rainband.runtimes.training_loop.script_random import CommonRandom
 from rainband.runtimes.training_loop.split.batches import SplitBatches
 from rainband.runtimes.training_loop.split.loop import SplitLoop
@@ -385,6 +387,30 @@ def test_a_worker_pauses_and_returns() -> None:
     assert group.view.transfers == 2  # the initial state, and that after the pause
     assert (group.view.applied, group.view.skipped, group.view.not_seen) == (72, (), 0)
     assert 4 in parts[0]  # while it was alone
+
+
+def test_a_worker_that_returns_when_the_others_have_left_ends_in_good_order() -> None:
+    group = Group()
+    after_all = position(RoundId(LAST_EPOCH, 0), 0)
+
+    def script(join: Join) -> nn.Module:
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+        with join(model, optimizer) as run:
+            for epoch in range(2):
+                for batch in run.batches(DATA, batch_size=4):
+                    train(model, optimizer, batch)
+                    if run.rank == 1 and not epoch:
+                        with run.paused():
+                            group.wait(lambda: positions()[0] == after_all)
+        return model
+
+    def positions() -> list[int]:
+        assert group.memory is not None
+        return [words.position for words in group.memory.words]
+
+    assert equal_models(run_group(script, 2, group))
+    assert max(positions()) < 1 << 63  # they are written as signed numbers of 64 bits
 
 
 @pytest.mark.parametrize("workers", WORKERS)

@@ -21,7 +21,7 @@ from rainband.rounds.current_round import CurrentRound
 from rainband.rounds.encoded import EncodedExchange
 from rainband.rounds.exchange import Outcome, Part, StateHolder
 from rainband.rounds.handover import StateHandover
-from rainband.rounds.joining import Joining
+from rainband.rounds.joining import LAST_EPOCH, Joining
 from rainband.rounds.membership import Headers, RoundMembership, Waiting
 from rainband.rounds.view import (
     DRIFT_ROUNDS,
@@ -88,6 +88,7 @@ class RoundMember:
 
     def begin(self, epoch: int) -> Waiting:
         """End the round before, and return the next one, of this epoch or a later one."""
+        epoch = min(epoch, LAST_EPOCH)  # none is after the state of a member that has left at its end
         while True:
             if not self.is_in:
                 yield from self._join()
