@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import mmap
 import os
 import resource
 import socket
@@ -47,11 +48,13 @@ from rainband.runtimes.config import Job, RunConfig
 from rainband.runtimes.processes.server_process import ServerProcess
 from rainband.transports import frames
 from rainband.transports.auth import new_run_id, new_secret, role_keys
+from rainband.transports.collectives.memory import GroupMemory, GroupWords
 from rainband.transports.connect import connect, listen_tcp, listen_unix, this_machine
 from rainband.transports.event_loop import EventLoop
 from rainband.transports.hub import MAX_UNKNOWN
 from rainband.transports.server_links import SharedPort, TcpPort
-from rainband.transports.shared_memory import READ_TRIES, Mailbox, Published, SharedSegment
+from rainband.transports.shared_memory import PAGE, READ_TRIES, Mailbox, Published, SharedSegment
+from rainband.transports.shared_rounds import RoundsMemory, SharedBoard
 from tests.processes import DEADLINE_S, RunLauncher, exact, wait_for
 
 PLAN = DataPlan(fingerprint="", layout="", num_samples=64, batch_size=1, epochs=1, seed=0, portion_batches=64)
@@ -585,6 +588,36 @@ def test_a_worker_cannot_push_for_another() -> None:
         worker.push(0, lambda out, index: out, worker=1)
         ((ack, _),) = worker.wait(Ack, 1)
         assert (ack.result, ack.reason) == (PushResult.BAD, "a push of worker 1 came from worker 0")
+
+
+def test_memory_is_mapped_with_its_pages_while_other_threads_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With MAP_POPULATE none runs until all pages are made: for some GB a worker would send no heartbeats."""
+    flags: list[int] = []
+    real = mmap.mmap
+
+    class Noted(real):
+        def __new__(cls, *args: Any, **options: Any) -> Any:
+            flags.append(options["flags"])
+            return real(*args, **options)
+
+    monkeypatch.setattr(mmap, "mmap", Noted)
+    size, groups, rounds = 3 * PAGE, GroupMemory(2), RoundsMemory(2)
+    segment = SharedSegment.create("test", size)
+    files = [segment.fd, groups.fd, rounds.fd]
+    before = [os.fstat(fd).st_blocks for fd in files]
+    room = GroupWords(groups.fds).room(1, 0, size)
+    areas = [SharedBoard(rounds.fds, 0, [torch.zeros(size // 4)]).tensors(rank, 1) for rank in range(2)]
+    after = [os.fstat(fd).st_blocks for fd in files]
+    assert before[0] * 512 >= size and after[1] - before[1] >= size // 512
+    assert after[2] - before[2] >= 2 * 2 * size // 512  # of two workers, who have two areas each
+    assert flags and set(flags) == {mmap.MAP_SHARED}
+    room.fill_(7)
+    areas[1][0].fill_(7)
+    again = SharedBoard(rounds.fds, 1, [torch.zeros(size // 4)])
+    assert again.tensors(1, 1)[0].eq(7).all() and again.tensors(1, 0)[0].eq(0).all()  # mapping changes nothing
+    assert GroupWords(groups.fds).room(1, 0, size).eq(7).sum() == size
+    groups.close()
+    rounds.close()
 
 
 def sealed(num_bytes: int) -> int:

@@ -22,6 +22,25 @@ PAGE = 4096
 WORD_BYTES = 64  # one cache line per version word, against false sharing
 MAX_VIEWS = 4096  # cached tensors of a mailbox
 READ_TRIES = 8  # then a torn read is accepted at its lower version, and counted
+CHUNK_BYTES = 1 << 26  # made in one call, which begins again after a signal
+
+
+def mapped(fd: int, num_bytes: int, offset: int = 0, writable: bool = True) -> tuple[mmap.mmap, Tensor]:
+    """Map a memory file with its pages: page faults later would cost eight times as much.
+
+    MAP_POPULATE would do it in one call, during which no other thread of the process runs: with some GB, it would send
+    no heartbeat for seconds.
+    """
+    if writable:
+        for first in range(offset, offset + num_bytes, CHUNK_BYTES):
+            os.posix_fallocate(fd, first, min(CHUNK_BYTES, offset + num_bytes - first))
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    mapping = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED, prot=protection, offset=offset)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns about read-only memory
+        memory = torch.frombuffer(mapping, dtype=torch.uint8)
+    memory[::PAGE].sum()  # reads each page
+    return mapping, memory
 
 
 class SharedSegment:
@@ -29,12 +48,7 @@ class SharedSegment:
 
     def __init__(self, fd: int, num_bytes: int, writable: bool) -> None:
         self.fd = fd
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        populate = getattr(mmap, "MAP_POPULATE", 0)  # page faults later would cost eight times as much
-        self.mapping = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED | populate, prot=protection)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns about read-only memory
-            self.bytes = torch.frombuffer(self.mapping, dtype=torch.uint8)
+        self.mapping, self.bytes = mapped(fd, num_bytes, writable=writable)
 
     @classmethod
     def create(cls, name: str, num_bytes: int) -> SharedSegment:

@@ -27,6 +27,7 @@ from torch import Tensor
 from rainband.rounds.board import Asking, Condition, RoundEntry
 from rainband.rounds.view import Header
 from rainband.transports.pytrees import incoming, outgoing
+from rainband.transports.shared_memory import mapped
 
 LINE_WORDS = 8  # of 8 bytes: a cache line
 # The worker's own words in its first line; then those that the launcher writes, those of a state, those of its request.
@@ -338,8 +339,7 @@ def _area_bytes(like: Sequence[Tensor]) -> int:
 def _areas(fd: int, at: int, like: Sequence[Tensor]) -> list[list[Tensor]]:
     """Return the tensors of a worker's two areas."""
     offsets, end = _places(like)
-    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE  # page faults later would cost more
-    memory = torch.frombuffer(mmap.mmap(fd, 2 * end, flags=flags, offset=at), dtype=torch.uint8)
+    _, memory = mapped(fd, 2 * end, at)
     return [
         [
             memory[slot * end + offset :][: t.numel() * t.element_size()].view(t.dtype).view(t.shape)

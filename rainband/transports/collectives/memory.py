@@ -17,8 +17,9 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-import torch
 from torch import Tensor
+
+from rainband.transports.shared_memory import mapped
 
 LINE_BYTES = 64
 # Words of a rank's line. LOST: entry number `rank` of the list of lost ranks. CALLS: of even and of odd rounds.
@@ -146,7 +147,5 @@ class GroupWords:
         if num_bytes + STAGGER_BYTES * ROOMS * self.num_ranks > ROOM_BYTES:
             raise ValueError(f"a vector of {num_bytes} bytes is larger than the {ROOM_BYTES} that can be shared.")
         stagger = STAGGER_BYTES * (rank * ROOMS + room)
-        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE  # page faults later would cost more
-        at = _room_at(self.num_ranks, rank, room)
-        mapping = mmap.mmap(self.fd, max(1, num_bytes) + stagger, flags=flags, offset=at)
-        return torch.frombuffer(mapping, dtype=torch.uint8, offset=stagger)
+        _, memory = mapped(self.fd, max(1, num_bytes) + stagger, _room_at(self.num_ranks, rank, room))
+        return memory[stagger:]
