@@ -117,7 +117,10 @@ class Fine(Linear):
 
 @pytest.mark.processes
 @pytest.mark.usefixtures("warm")
-def test_if_the_directory_cannot_be_written_to_the_model_is_saved_elsewhere(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy, workers", [("sync", 2), ("single", 1), ("averaging", 1)])
+def test_if_the_directory_cannot_be_written_to_the_model_is_saved_elsewhere(
+    tmp_path: Path, strategy: str, workers: int
+) -> None:
     lost: list[str] = []
 
     def in_the_way(event: events.AnyEvent) -> None:
@@ -128,7 +131,7 @@ def test_if_the_directory_cannot_be_written_to_the_model_is_saved_elsewhere(tmp_
             lost.append(event.why)
 
     with pytest.raises(RainbandError, match="no worker is left.* it is in /"):
-        rainband.fit(Fine(samples=64), workers=2, runs=tmp_path, on_event=in_the_way)
+        rainband.fit(Fine(samples=64), strategy, workers=workers, runs=tmp_path, on_event=in_the_way)
     assert lost  # the second worker may have joined too late
     assert all(why.startswith("NotSaved: the model could not be saved (IsADirectoryError") for why in lost)
     [directory] = tmp_path.iterdir()

@@ -117,13 +117,16 @@ class ModuleModel(WorkerModel[ModuleWorker]):
             worker.rounds.tell()
 
     async def conclude(self, worker: ModuleWorker, conclude: Conclude, buffers: Buffers) -> dict[str, float] | None:
-        only_workers_have_it = worker.module if worker.shared_batches is not None else None
-        with saving(conclude.path, only_workers_have_it):  # first: an error of the evaluation must not lose the model
+        with saving(conclude.path, self.only_copy(worker)):  # first: an error of the evaluation must not lose the model
             await pull_final(worker.client)
             if buffers is not None:
                 worker.set_buffers(buffers)
             save_model(worker.module, conclude.path)
         return self.evaluate(worker)
+
+    def only_copy(self, worker: ModuleWorker) -> nn.Module | None:
+        """Return the module if no server has its parameters: if they cannot be saved, they are lost."""
+        return None if worker.client.servers.ports else worker.module
 
     def evaluate(self, worker: ModuleWorker) -> dict[str, float]:
         return measure(worker.task, worker.module)

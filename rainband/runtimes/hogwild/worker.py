@@ -164,6 +164,9 @@ class MemoryModel(ModuleModel):
     def worker(self, index: int, client: Client) -> ModuleWorker:
         return MemoryWorker(index, self.num_workers, self.task, self.data, self.flat.module, client)
 
+    def only_copy(self, worker: ModuleWorker) -> None:
+        """Return None: the coordinator has the memory, too."""
+
 
 def refuse_other_devices(flat: Flat) -> None:
     others = {vector.device for vector in flat.layout.vectors} - {"cpu"}
