@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import sqlite3
 from contextlib import closing
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import msgspec
 import pytest
@@ -253,6 +255,40 @@ def test_the_log_of_events_is_whole_at_every_moment_and_locked(tmp_path: Path) -
     log.write(ended())
     log.close()
     assert read_run(tmp_path).state == "finished"
+
+
+class FullDisk:
+    """A file on a disk with room for so many bytes more."""
+
+    def __init__(self, file: Any, room: int) -> None:
+        self.file, self.room = file, room
+
+    def write(self, data: bytes) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = self.file.write(data[: self.room])
+        self.room -= written
+        return int(written)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
+def test_a_full_disk_leaves_out_events_and_does_not_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = EventLog(tmp_path)
+    first, *lost, last = whole_run()
+    log.write(first)
+    file, log.file = log.file, FullDisk(log.file, 10)  # type: ignore[assignment]
+    for event in lost:
+        log.write(event)
+    assert caplog.text.count("events.jsonl lacks events (no room for a whole line); the run continues.") == 1
+    log.file = file  # there is room again
+    log.write(last)
+    log.close()
+    run = read_run(tmp_path)
+    assert (run.events, run.unreadable) == ([first, last], 0)
 
 
 def test_the_metrics_are_kept_beside_the_events_as_a_table(tmp_path: Path) -> None:

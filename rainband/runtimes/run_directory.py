@@ -85,7 +85,8 @@ class EventLog:
     """Writes events as lines of JSON. Each line is written at once, so the file is readable after a crash.
 
     The file is locked while the run lasts. The kernel releases the lock when the process ends in any way, so a
-    reader can distinguish a run in progress from one that was killed.
+    reader can distinguish a run in progress from one that was killed. Lines for which the disk has no room are left
+    out: that does not end the run.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -95,15 +96,33 @@ class EventLog:
             raise ValueError(f"{directory} already holds a run: use another directory.") from None
         with suppress(OSError):  # some network file systems have no locks
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.end = 0  # of the last whole line
+        self.has_complained = False
         self.encoder = msgspec.json.Encoder()
         self.training = TrainingTime()
         self.metrics = SafeSink(lambda: Sqlite(directory), log.warning)
 
     def write(self, event: AnyEvent) -> None:
         self.training.absorb(event)
-        self.file.write(self.encoder.encode(event) + b"\n")
+        self._append(self.encoder.encode(event) + b"\n")
         if isinstance(event, Progress | RunEnded):
             self.metrics.write(event)
+
+    def _append(self, line: bytes) -> None:
+        """Write a line, or nothing of it."""
+        why = "no room for a whole line"
+        try:
+            if self.file.write(line) == len(line):
+                self.end += len(line)
+                return
+        except OSError as error:
+            why = error.strerror or str(error)
+        with suppress(OSError):  # the disk does not answer at all
+            self.file.truncate(self.end)
+            self.file.seek(self.end)
+        if not self.has_complained:
+            self.has_complained = True
+            log.warning("events.jsonl lacks events (%s); the run continues.", why)
 
     def close(self) -> None:
         self.metrics.close()
