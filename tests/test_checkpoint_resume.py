@@ -184,6 +184,15 @@ def test_strategies_whose_workers_have_models_of_their_own_continue_with_other_w
         assert after.result.accounting["applied"] == 30 and not after.result.accounting["lost"]
 
 
+def test_a_batch_in_a_model_that_was_saved_before_neighbors_have_averaged_it_is_not_repeated(tmp_path: Path) -> None:
+    settings = {"optimizer": "sgd", "lr": 0.5}
+    before = train(tmp_path / "a", "gossip", settings, workers=1, servers=0, checkpoint_every_s=4.0, keep=100)
+    after = train(tmp_path / "b", "gossip", settings, workers=1, servers=0, resume_from=before.checkpoints[0])
+    assert torch.equal(after.parameters["weight"].view(-1), TASK.after(0.5))
+    [restored] = after.events(events.Restored)
+    assert 0 < restored.step < 96 and after.result.accounting["applied"] == 96
+
+
 # ---- disks and faults ----
 
 

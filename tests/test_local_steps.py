@@ -17,8 +17,9 @@ import rainband
 import rainband.worker.model_rounds as model_rounds
 from rainband.plugins import load_strategy
 from rainband.protocol import events
+from rainband.runtimes.simulation.models.faults import parse
 from rainband.runtimes.simulation.oracle.check import check
-from rainband.runtimes.simulation.oracle.scenarios import random_case
+from rainband.runtimes.simulation.oracle.scenarios import Case, random_case
 from rainband.strategies.averaging.adaptive_period import AdaptivePeriod
 from rainband.strategies.averaging.averaging import Averaging
 from rainband.strategies.averaging.block_momentum import BlockMomentum
@@ -449,6 +450,12 @@ def test_a_mean_before_the_steps_is_refused(tmp_path: Path) -> None:
 def test_random_faults_lose_no_batch(kind: str) -> None:
     for seed in range(12):
         assert check(random_case(seed, kind)).violations == []
+
+
+def test_a_batch_in_a_model_that_another_worker_has_received_is_not_repeated() -> None:
+    """The first worker is lost before it has published the batch in its model, of which another one has a copy."""
+    faults = parse("0.105 start worker 2\n0.167 kill worker 0")
+    assert check(Case(30010266, "gossip", num_workers=1, num_servers=0, script=faults)).violations == []
 
 
 def lost_batches_are_done(rounds: model_rounds.ModelRounds) -> None:

@@ -161,4 +161,6 @@ class Joining:
             deferred=(),
             carried_over=view.carried_over + len(deferred),
             transfers=view.transfers + len(lives) - 1,
+            giver=self.membership.rank,
+            receivers=tuple(rank for rank in sorted(lives) if rank != self.membership.rank),
         )

@@ -90,7 +90,7 @@ class RoundExchange:
         member.holder.apply(state["training"])
         member.membership.count = max(0, state["count"])
         before = msgspec.json.decode(state["view"], type=RoundView)
-        member.membership.take(msgspec.structs.replace(before, members=(), shares=(), trial=0))
+        member.membership.take(msgspec.structs.replace(before, members=(), shares=(), trial=0, giver=-1, receivers=()))
 
     def begin(self, epoch: int) -> RoundId:
         where: RoundId = self._run(self.member.begin(epoch))

@@ -54,6 +54,8 @@ class RoundView(msgspec.Struct, frozen=True, array_like=True):
     trial: int = 0  # rounds at the start of the run in which the longest-serving member computes whole batches
     compares: bool = False  # all compare their parameters in this round: the loop of one has changed its own
     batches: int = 0  # rounds that had samples
+    giver: int = -1  # the member whose state others have received at the beginning of this round; -1: none
+    receivers: tuple[int, ...] = ()  # their ranks
 
     @property
     def where(self) -> RoundId:
@@ -217,6 +219,8 @@ def next_view(
         trial=view.trial,
         compares=any(compared) and not all(compared),
         batches=view.batches + bool(samples),
+        giver=leader if receivers else -1,
+        receivers=tuple(sorted(receivers)),
     )
     return RoundDecision(after, leader, receivers, frozenset(joins))
 

@@ -10,7 +10,7 @@ returns to its model at the start of the round.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -236,6 +236,7 @@ class ModelRounds(WorkerRounds):
             return
         before, headers = self.done, self.member.round.averaged if ended.has_mean else {}
         good = {rank for rank in up_to_date(headers) if headers[rank].kind == "mean"}
+        self._inherit(good if ended.has_mean else {self.member.rank})
         for rank, numbers in ended.assigned.items():
             self._count(rank, numbers, headers[rank].scalars if rank in good else (), ended)
         for rank in self.pending.keys() - ended.assigned.keys():
@@ -248,6 +249,15 @@ class ModelRounds(WorkerRounds):
         size = self.plan.portion_batches
         if self.member.is_in and self.is_first and (self.done // size != before // size or self.is_last):
             self.tell()
+
+    def _inherit(self, there: Collection[int]) -> None:
+        """Count what a member had in its model when others received it, if it is lost and one of these is still there.
+
+        Repeated, these batches would be in their models twice.
+        """
+        view = self.member.view
+        if view.giver not in there and set(view.receivers) & set(there):
+            self.done += len(self.pending.pop(view.giver, ()))
 
     def _count(self, rank: int, numbers: Sequence[int], published: Sequence[float], ended: OpenRound) -> None:
         """Count the batches that a member has published with its model; those of one that has not are lost."""
@@ -277,7 +287,8 @@ class ModelRounds(WorkerRounds):
         return self.done / self.plan.num_batches
 
     def open_numbers(self) -> tuple[int, Sequence[int]]:
-        return self.next, [*self.lost, *chain.from_iterable(self.pending.values())]
+        others = [numbers for rank, numbers in self.pending.items() if rank != self.member.rank]
+        return self.next, [*self.lost, *chain.from_iterable(others)]
 
     def first_open(self) -> int:
         return min([*self.lost, *chain.from_iterable(self.pending.values()), self.next, self.plan.num_batches - 1])
@@ -298,6 +309,7 @@ class ModelState(RoundState):
             "next": rounds.next,
             "lost": list(rounds.lost),
             "pending": {str(rank): numbers for rank, numbers in rounds.pending.items()},
+            "rank": rounds.member.rank,
         }
 
     def apply(self, state: Mapping[str, Any]) -> None:

@@ -114,8 +114,10 @@ class SavedWorker(NamedTuple):
 def put_rounds(rounds: WorkerRounds, saved: Mapping[str, Any]) -> None:
     """Continue with the rounds of a checkpoint. A run that was stopped has its last one from then."""
     training = {**saved, "stops": False}
-    if pending := training.get("pending"):  # batches in the models of other workers, which are not saved
-        training |= {"pending": {}, "lost": [*training["lost"], *chain.from_iterable(pending.values())]}
+    if pending := dict(training.get("pending", {})):
+        own = pending.pop(str(training.get("rank")), ())  # those of others are in models that are not saved
+        lost = [*training["lost"], *chain.from_iterable(pending.values())]
+        training |= {"pending": {}, "lost": lost, "done": training["done"] + len(own)}
     rounds.state.apply(training)
     rounds.tell()
 
@@ -148,7 +150,7 @@ def block_of_rounds(rounds: WorkerRounds) -> SavedBlock:
         batch = batch_at(plan, number)
         accepted.remove((BatchRange(batch.portion, batch.k, batch.k + 1, 0),))
     return SavedBlock(
-        version=rounds.done, first_open=accepted.first_open, open=accepted.open, applied=rounds.done - skipped
+        version=accepted.count, first_open=accepted.first_open, open=accepted.open, applied=accepted.count - skipped
     )
 
 
