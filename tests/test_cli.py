@@ -489,6 +489,27 @@ def test_options_of_an_earlier_run_without_effect_in_this_one_are_not_mistakes(t
     assert config_of(config=file, runtime="sim").runtime == "sim"
 
 
+def test_a_model_that_a_simulation_refuses_is_reported_in_one_line(tmp_path: Path) -> None:
+    tmp_path.joinpath("synced.py").write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "from rainband.tasks import ModuleTask\n"
+        "samples = torch.utils.data.TensorDataset(torch.ones(4, 2), torch.ones(4, 1))\n"
+        "def refused():\n"
+        "    return ModuleTask(lambda: nn.SyncBatchNorm(2), samples, nn.functional.mse_loss)\n"
+        "def make():\n"
+        "    raise ValueError('of my own')\n"
+        "def broken():\n"
+        "    return ModuleTask(make, samples, nn.functional.mse_loss)\n"
+    )
+    said = Said("train", "synced:refused", "downpour", "--runtime", "sim")
+    assert said.exit_code == 2
+    assert said.err.splitlines()[-1].startswith("rainband: the model is a SyncBatchNorm, ")
+    with pytest.raises(ValueError, match="^of my own$"):  # with its traceback
+        Said("train", "synced:broken", "downpour", "--runtime", "sim")
+    assert list(Path("runs").iterdir()) == []
+
+
 def test_a_strategy_without_run_is_reported(tmp_path: Path) -> None:
     (tmp_path / "halfway.py").write_text(
         "from dataclasses import dataclass\nfrom rainband.strategy import Strategy\n"

@@ -200,6 +200,8 @@ def test_a_mistake_that_rainband_noticed_is_reported_without_a_traceback() -> No
         traceback=f'{TRACEBACK}  File "{file}", line 3, in build\n    x\nValueError: no\n',
     )
     assert user_error(error) == ["worker 0 could not start: samples=abc: expected a whole number"]
+    beside = error.traceback.replace(str(file), f"{file.parent}_of_mine/data.py")
+    assert len(user_error(msgspec.structs.replace(error, traceback=beside))) > 1  # of a user's package beside ours
     assert len(user_error(error, verbose=True)) > 1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -94,6 +95,7 @@ def watch(config: RunConfig, sinks: Sequence[partial[Sink]], as_json: bool, verb
 
     from rainband.errors import Deadlock
     from rainband.runtimes.run_directory import removed_if_refused
+    from rainband.views.event_text import raised_by_rainband
     from rainband.views.live_display import RunWatch
     from rainband.views.summary import summary
 
@@ -104,6 +106,10 @@ def watch(config: RunConfig, sinks: Sequence[partial[Sink]], as_json: bool, verb
             result: RunResult = run(config, watch, capture=True)
     except OptionError as error:  # found by trying, such as a port in use
         give_up(error.written(on_command_line), USAGE)
+    except ValueError as error:  # a simulation refuses the model or the data here, where real workers do
+        if not raised_by_rainband(f"{type(error).__name__}: {error}", traceback.format_exc()):
+            raise
+        give_up(str(error), USAGE)
     except Deadlock as deadlock:
         give_up(f"the run cannot go on: {deadlock}", FAILED)
     for line in summary(watch.so_far, Path(config.directory)):

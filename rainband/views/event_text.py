@@ -11,7 +11,7 @@ from rainband.protocol.events import AnyEvent
 from rainband.views.formatting import assignment, count, cut, duration, percent, short, size, whole
 from rainband.views.history import RunSoFar
 
-PACKAGE = str(Path(__file__).parents[1])
+PACKAGE = Path(__file__).parents[1]
 MAX_NAMED = 3  # nodes in one sentence
 
 
@@ -103,15 +103,15 @@ def _guard_acted(event: events.GuardActed) -> str:
 def user_error(event: events.UserError, verbose: bool = False) -> list[str]:
     """Return the traceback with rank and step, or the message alone where rainband itself found the mistake."""
     where = f"worker {event.worker} " + (f"failed at step {event.step}" if event.step else "could not start")
-    if event.traceback and (verbose or not raised_by_rainband(event)):
+    if event.traceback and (verbose or not raised_by_rainband(event.error, event.traceback)):
         return [f"{where}:", *event.traceback.rstrip().splitlines()]
     return [f"{where}: {event.error.removeprefix('ValueError: ')}"]
 
 
-def raised_by_rainband(event: events.UserError) -> bool:
+def raised_by_rainband(error: str, trace: str) -> bool:
     """Return True for a ValueError of rainband's own code, whose message says what to do."""
-    files = re.findall(r'^  File "([^"]*)"', event.traceback, re.MULTILINE)
-    return event.error.startswith("ValueError: ") and bool(files) and files[-1].startswith(PACKAGE)
+    files = re.findall(r'^  File "([^"]*)"', trace, re.MULTILINE)
+    return error.startswith("ValueError: ") and bool(files) and Path(files[-1]).is_relative_to(PACKAGE)
 
 
 def _details(event: AnyEvent) -> list[str]:
