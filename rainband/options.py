@@ -24,6 +24,7 @@ from rainband.errors import did_you_mean
 DEFAULT_STRATEGY = "sync"  # if none is named: the updates of one process
 FAULTS_HINT = "Give a file with one fault per line, such as  0.25 kill worker 1."
 PLACEMENT_HINT = "rainband placement TASK --out FILE writes one."
+MAX_NUMBER = 10**9  # of whole numbers: what is computed from them fits into messages
 MAX_SEED = 2**32 - 1  # the largest that all random number generators accept
 
 
@@ -478,8 +479,9 @@ def check_value(one: DeclaredOption, value: Any) -> None:
         raise OptionError(f"{opt(name, value)}: must be {'a whole number' if one.kind is int else 'a number'}.")
     if option.min is not None and not value >= option.min:
         raise OptionError(f"{opt(name, value)}: must be at least {option.min:g}.")
-    if option.max is not None and not value <= option.max:
-        raise OptionError(f"{opt(name, value)}: must be at most {option.max}.")
+    most = MAX_NUMBER if option.max is None and one.kind is int else option.max
+    if most is not None and not value <= most:
+        raise OptionError(f"{opt(name, value)}: must be at most {most}.")
     if option.choices and value not in option.choices:
         near = did_you_mean(str(value), option.choices)
         raise OptionError(f"{opt(name, value)}: choose from {', '.join(option.choices)}{near}.")

@@ -101,6 +101,7 @@ REFUSED = [
     ("downpour", {"transport": "tpc"}, "transport", "tpc", "(did you mean tcp?)"),
     ("downpour", {"batch_size": 0}, "batch-size", "0", "must be at least 1"),
     ("downpour", {"epochs": 0}, "epochs", "0", "must be at least 1"),
+    ("downpour", {"epochs": 10**20}, "epochs", f"{10**20}", "must be at most 1000000000"),
     ("downpour", {"seed": -1}, "seed", "-1", "must be at least 0"),
     ("downpour", {"threads": 0}, "threads", "0", "must be at least 1"),
     ("downpour", {"failure_timeout_s": 0.0}, "failure-timeout", "0.0", "must be at least 0.1"),
