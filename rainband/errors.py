@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+NOT_IN_BLOCK = (
+    "the loop has not joined the run yet: put it inside a block, `with rainband.join(model, optimizer) as run:`."
+)
+
 
 class RainbandError(Exception):
     """An error of a run."""

@@ -14,7 +14,7 @@ import pytest
 
 from rainband.errors import CoordinatorLost, HandshakeFailed, PeerLost
 from rainband.protocol.layout import LayoutEntry, arrange, cut
-from rainband.protocol.messages import COORDINATOR, Address, Assign, Message, Peer
+from rainband.protocol.messages import COORDINATOR, Address, Assign, Message, Peer, StopRequest
 from rainband.protocol.worker_stats import Stats
 from rainband.runtimes.config import Job, RunConfig
 from rainband.runtimes.processes.server_process import ServerProcess
@@ -119,6 +119,11 @@ def test_a_worker_waits_longer_for_a_busy_coordinator_than_a_heartbeat_may_take(
     with pytest.raises(CoordinatorLost):
         link.wait(DEADLINE_S)
     link.control.sock.close()
+
+
+def test_a_loop_that_uses_its_run_outside_the_with_block_is_told_to_write_one(listening: Listening) -> None:
+    with pytest.raises(ValueError, match="put it inside a block, `with rainband.join"):
+        WorkerLink(job(listening.address)).tell(StopRequest("converged"))
 
 
 def test_a_peer_that_breaks_off_the_handshake_is_asked_again(listening: Listening) -> None:

@@ -1289,6 +1289,25 @@ def test_a_script_joins_once(monkeypatch: pytest.MonkeyPatch) -> None:
         public_join(model, [])
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda run: run.batches(DATA, batch_size=4),
+        lambda run: run.stop("converged"),
+        lambda run: run.skip(),
+        lambda run: run.paused().__enter__(),
+        lambda run: run.checkpoint(),
+        lambda run: run.log(loss=1.0),
+        lambda run: run.stopped,
+    ],
+)
+def test_a_loop_without_a_with_block_is_told_to_write_one(use: Callable[[TrainingLoop], Any]) -> None:
+    model = net()
+    run = TrainingLoop(model, [SGD(model.parameters(), lr=0.1)], OneProcess(PLAIN))
+    with pytest.raises(ValueError, match="put it inside a block, `with rainband.join"):
+        use(run)
+
+
 def test_an_error_of_the_run_that_the_loop_swallows_is_raised_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with `except Exception: continue`, after a server was lost."""
     member, wait = OneProcess(PLAIN), OneProcess.wait

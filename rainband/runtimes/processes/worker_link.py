@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from rainband.checkpoints.read import Checkpoint
-from rainband.errors import CoordinatorLost, RainbandError, ServerLost
+from rainband.errors import NOT_IN_BLOCK, CoordinatorLost, RainbandError, ServerLost
 from rainband.observer import Observer
 from rainband.protocol.layout import BlockSpec
 from rainband.protocol.messages import (
@@ -126,7 +126,8 @@ class WorkerLink:
 
     def tell(self, message: Message, body: bytes | None = None) -> None:
         """Send a message to the coordinator."""
-        assert self.control is not None, "connect first"
+        if self.control is None:  # a custom training loop has not begun
+            raise ValueError(NOT_IN_BLOCK)
         self.control.send(message, body)
 
     def wait(self, timeout_s: float | None = None) -> bool:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rainband.checkpoints.read import Checkpoint
+from rainband.errors import NOT_IN_BLOCK
 from rainband.model.flat_parameters import Flat
 from rainband.model.gradient import Gradient
 from rainband.model.optimizer_state import put_state, settings_of, spec_of, state_of
@@ -59,9 +60,6 @@ from rainband.worker.worker import set_buffers
 from rainband.worker.worker_model import Buffers, WorkerModel, pull_final, pull_latest
 
 NOT_KNOWN_YET = Dataset(fingerprint="", num_samples=0, batch_size=1, epochs=1)  # until run.batches(...) is called
-NOT_IN_BLOCK = (
-    "the loop has not joined the run yet: put it inside a block, `with rainband.join(model, optimizer) as run:`."
-)
 MAX_REASON = 1000  # characters of the reason for which a loop stops the run
 
 
@@ -175,9 +173,14 @@ class TrainingLoop(OfSharedBatches):
 
     @property
     def client(self) -> Client:
+        self._require_block()
+        assert self.member.session.client is not None
+        return self.member.session.client
+
+    def _require_block(self) -> None:
+        """Raise ValueError if the loop has not joined the run."""
         if self.member.session.client is None:
             raise ValueError(NOT_IN_BLOCK)
-        return self.member.session.client
 
     def _wait(self) -> None:
         self.member.wait()
@@ -324,6 +327,7 @@ class TrainingLoop(OfSharedBatches):
 
     def skip(self, reason: str = "skipped by the loop") -> None:
         """Skip the batches drawn since the last step, so that they do not count as part of the next one."""
+        self._require_block()
         if batches := self.drawn.take():
             with self._in_the_run():
                 self._skip(batches, reason)
@@ -349,6 +353,7 @@ class TrainingLoop(OfSharedBatches):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Let no worker wait for this one inside, for example during a long evaluation; its batches are reassigned."""
+        self._require_block()
         if self.drawn.unstepped and self.gradients.useless() == NOT_FINITE:
             self.skip(NOT_FINITE)  # a GradScaler has left out the step
         if self.drawn.unstepped:
@@ -465,6 +470,7 @@ class TrainingLoop(OfSharedBatches):
 
         `run.stopped` is then the reason. A loop over its own data loader is left at once.
         """
+        self._require_block()
         with self._in_the_run():
             self.member.tell(StopRequest(str(reason)[:MAX_REASON]))
             while not self.client.stopping and not self.client.finished:
@@ -481,6 +487,7 @@ class TrainingLoop(OfSharedBatches):
 
     def checkpoint(self) -> None:
         """Write a checkpoint now, besides those of --checkpoint-every."""
+        self._require_block()
         if self.is_first:
             self.member.tell(CheckpointRequest())
 
@@ -571,7 +578,8 @@ class LoopModel(WorkerModel[LoopWorker]):
 
     async def conclude(self, worker: LoopWorker, conclude: Conclude, buffers: Buffers) -> dict[str, float]:
         loop = self.loop
-        with saving(conclude.path):
+        saved = getattr(loop.model, "_orig_mod", loop.model)  # names as before torch.compile
+        with saving(conclude.path, None if worker.client.servers.ports else saved):
             await pull_final(worker.client)
             if buffers is not None:
                 set_buffers(loop.model, buffers)
@@ -579,5 +587,5 @@ class LoopModel(WorkerModel[LoopWorker]):
                 fetched = worker.client.fetch_state()
                 await fetched
                 put_state(loop.optimizers, loop.flat.parameters, fetched.gathered.state)
-            save_model(getattr(loop.model, "_orig_mod", loop.model), conclude.path)  # names as before torch.compile
+            save_model(saved, conclude.path)
         return {}

@@ -21,10 +21,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from rainband.errors import NOT_IN_BLOCK
 from rainband.protocol.messages import Dataset as Description
 from rainband.rounds.exchange import Exchange, Part, RoundId
 from rainband.runtimes.training_loop.batches import fingerprint_of
-from rainband.runtimes.training_loop.loop import NOT_IN_BLOCK
 from rainband.runtimes.training_loop.script_random import CommonRandom
 from rainband.runtimes.training_loop.split.gradients import GradientExchange
 from rainband.runtimes.training_loop.split.orders import BatchOrder, PassId, PassNumbers
