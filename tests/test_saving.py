@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import itertools
 import os
 import stat
@@ -21,6 +22,8 @@ from rainband.model.flat_parameters import Flat
 from rainband.model.save import save_blocks, save_model, saving
 from rainband.protocol import events
 from rainband.protocol.layout import cut
+from rainband.protocol.messages import FilePart
+from rainband.runtimes.machines.model_file import ReceivedModel
 from rainband.tasks.linear import Linear
 
 
@@ -138,3 +141,34 @@ def test_if_the_directory_cannot_be_written_to_the_model_is_saved_elsewhere(
     file = Path(tempfile.gettempdir(), f"{directory.name}.safetensors")
     assert "weight" in safetensors.torch.load_file(file)
     os.unlink(file)
+
+
+def test_a_model_of_another_machine_is_written_elsewhere_if_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room is made before the first part is written: what has arrived cannot be had again."""
+    (run := tmp_path / "run").mkdir()
+    (elsewhere := tmp_path / "tmp").mkdir()
+    full, make_room = {run}, os.posix_fallocate
+
+    def fallocate(fd: int, offset: int, length: int) -> None:
+        if Path(os.readlink(f"/proc/self/fd/{fd}")).parent in full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        make_room(fd, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
+
+    def take(model: ReceivedModel) -> list[bool]:
+        return [model.take(FilePart(offset, 5), memoryview(b"01234"[offset : offset + 2])) for offset in (0, 2, 4)]
+
+    model = ReceivedModel(run / "model.safetensors")
+    assert take(model) == [False, False, True]
+    assert model.place == elsewhere / "run.safetensors" and model.place.read_bytes() == b"01234"
+    full.add(elsewhere)
+    with pytest.raises(OSError, match="No space left"):
+        take(ReceivedModel(run / "model.safetensors"))
+    full.clear()
+    model = ReceivedModel(run / "model.safetensors")
+    assert take(model) == [False, False, True] and model.path.read_bytes() == b"01234"
+    assert not list(tmp_path.rglob("*.part"))

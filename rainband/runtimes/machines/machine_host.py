@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from rainband.coordinator.state import Phase
 from rainband.protocol import events
 from rainband.protocol.messages import (
     Address,
+    Failed,
     FilePart,
     Leave,
     MachineJoin,
@@ -34,6 +34,7 @@ from rainband.runtimes.machines.addresses import HostPort
 from rainband.runtimes.machines.doors import Doors
 from rainband.runtimes.machines.invitation import FILE_NAME, Invitation
 from rainband.runtimes.machines.launchers import launched_by, shared_file
+from rainband.runtimes.machines.model_file import ReceivedModel
 from rainband.runtimes.machines.rounds_relay import RunRelay
 from rainband.runtimes.machines.software import own_software, software_differences
 from rainband.transports.auth import role_keys
@@ -86,6 +87,7 @@ class MachineHost:
         self.most_workers = sys.maxsize  # of all machines
         self.ranks_move = False  # the launcher starts workers on the machines, which tell what they have
         self.tunnels: TunnelHost | None = None  # where workers have links to each other
+        self.model: ReceivedModel | None = None  # that a worker of another machine sends
 
     @property
     def address(self) -> Address:
@@ -309,12 +311,13 @@ class MachineHost:
         """Write a part of the model, which the worker that saves it has on another disk."""
         if body is None or sender.index != self.host.coordinator.shutdown.concluder:
             return
-        beside = path.with_name(f"{path.name}.part")
-        with beside.open("r+b" if part.offset else "wb") as file:
-            file.seek(part.offset)
-            file.write(body)
-            if part.offset + len(body) == part.num_bytes:
-                file.flush()
-                os.fsync(file.fileno())
-        if part.offset + len(body) == part.num_bytes:
-            beside.replace(path)
+        if self.model is None:
+            self.model = ReceivedModel(path)
+        try:
+            is_last = self.model.take(part, body)
+        except OSError as error:  # another worker, or the servers, may have room elsewhere
+            why = f"NotSaved: the model could not be saved ({type(error).__name__}: {error})"
+            return self.host.receive(sender, Failed(0, why, ""), None)
+        if is_last and self.model.place != path:
+            text = f"the model could not be saved as {path}; it is in {self.model.place}"
+            self.emit(events.Warned(at_s=self.host.now(), text=text))
