@@ -26,6 +26,7 @@ from rainband.runtimes.config import RunConfig
 from rainband.runtimes.configure import PLAIN_FIELDS
 from rainband.runtimes.processes.zygote import Zygote
 from rainband.tasks.linear import Linear
+from rainband.tasks.quadratic import Quadratic
 from rainband.tasks.task import ModuleTask
 
 ROOT = Path(__file__).parent.parent
@@ -360,6 +361,18 @@ def test_a_fit_that_is_recorded_is_replayed_bit_for_bit(tmp_path: Path) -> None:
         "linear", "downpour", workers=2, servers=1, epochs=1, record=True, timeline=True, runs=tmp_path
     )
     assert list(result.directory.glob("spans-worker-*.jsonl"))
+    told = CliRunner().invoke(build_app(), ["replay", str(result.directory)])
+    assert told.exit_code == 0 and "bit for bit" in told.output
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("warm")
+def test_a_recorded_fit_that_ends_with_skipped_gradients_is_replayed(tmp_path: Path) -> None:
+    """The worker that saves the model reads it once more, at the version that its last gradients were to change."""
+    task, diverging = Quadratic(samples=320), rainband.Downpour(optimizer="sgd", lr=1e20, guard=False)
+    with pytest.warns(UserWarning, match="diverged: 8 of 10"):
+        result = rainband.fit(task, diverging, workers=1, servers=1, epochs=1, record=True, runs=tmp_path)
+    assert 0 < result.accounting.applied < result.accounting.batches
     told = CliRunner().invoke(build_app(), ["replay", str(result.directory)])
     assert told.exit_code == 0 and "bit for bit" in told.output
 

@@ -285,7 +285,8 @@ class Replay:
                     return False
                 at.change_rule(message)
             case Applied():
-                if not is_read or (block, first.worker, first.sequence) not in self.made:
+                made = self.made.get((block, first.worker, first.sequence))
+                if made is None or not (is_read or made[0].skip):  # skipped batches make no other version
                     return False
                 self._apply(first)
         order.popleft()
