@@ -7,6 +7,7 @@ import pickle
 import shutil
 import tracemalloc
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from rainband.errors import BadCheckpoint
 from rainband.protocol.data_plan import DataPlan
 from rainband.protocol.layout import LayoutEntry, arrange
 from rainband.protocol.saved_state import SavedFile, name_of
+from rainband.runtimes.checkpoints.background import BackgroundThread
 
 PLAN = DataPlan(fingerprint="data", layout="digest", num_samples=8, batch_size=2, epochs=3, seed=0, portion_batches=2)
 LAYOUT = arrange([LayoutEntry("weight", (2, 3))])
@@ -347,3 +349,20 @@ def test_an_error_of_a_file_system_behind_a_url_is_one_of_the_disk(monkeypatch: 
     for use in uses:
         with pytest.raises(OSError, match="memory://somewhere.*RuntimeError: no credentials"):
             use()
+
+
+def test_after_a_task_that_failed_the_others_are_settled() -> None:
+    thread, done = BackgroundThread(), list[str]()
+
+    def broken() -> Callable[[], None]:
+        raise LookupError("slow down")
+
+    for task in (broken, lambda: partial(done.append, "first"), broken, lambda: partial(done.append, "second")):
+        thread.submit(task)
+    errors = 0
+    while thread.pending:
+        try:
+            thread.finish()
+        except LookupError:
+            errors += 1
+    assert (errors, done) == (2, ["first", "second"])

@@ -85,6 +85,10 @@ class BackgroundThread:
             os.eventfd_read(self.fd)
         except BlockingIOError:
             return
-        while not self._finished.empty():
-            self.pending -= 1
-            self._finished.get()()
+        try:
+            while not self._finished.empty():
+                self.pending -= 1
+                self._finished.get()()
+        finally:
+            if not self._finished.empty():  # one has raised: the others are settled next time
+                os.eventfd_write(self.fd, 1)
