@@ -258,7 +258,7 @@ def test_the_log_of_events_is_whole_at_every_moment_and_locked(tmp_path: Path) -
 
 
 class FullDisk:
-    """A file on a disk with room for so many bytes more."""
+    """A file on a disk with room for some bytes more."""
 
     def __init__(self, file: Any, room: int) -> None:
         self.file, self.room = file, room

@@ -23,7 +23,7 @@ from rainband.model.save import save_blocks, save_model, saving
 from rainband.protocol import events
 from rainband.protocol.layout import cut
 from rainband.protocol.messages import FilePart
-from rainband.runtimes.machines.model_file import ReceivedModel
+from rainband.runtimes.machines.machine_host import ReceivedModel
 from rainband.tasks.linear import Linear
 
 
