@@ -61,8 +61,16 @@ class LoaderProcessLost(RainbandError):
     """A process of a worker's data loader was killed: the worker is lost, and others go on with its batches."""
 
 
+class NotListening(PeerLost):
+    """A machine answers that no process listens at the address."""
+
+
 class HandshakeFailed(RainbandError):
     """The two ends of a connection differ in protocol, run or secret."""
+
+
+class NoAnswer(HandshakeFailed):
+    """The other end of a connection did not answer in time."""
 
 
 class Deadlock(RainbandError):

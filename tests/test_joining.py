@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rainband.coordinator.coordinator import Coordinator, RunSettings
-from rainband.coordinator.liveness import LEFT, NOBODY_LEFT
+from rainband.coordinator.liveness import LEFT, NO_WORKER_LEFT
 from rainband.plugins import load_strategy
 from rainband.protocol import events
 from rainband.protocol.messages import Conclude, Ended, Halt, LeaseEnd, Peer, Ready, Revoke, Shutdown, Welcome
@@ -127,7 +127,7 @@ def test_a_run_that_others_may_join_waits_without_workers() -> None:
     run = begun(num_local=1, joined=0)
     run.lost("worker", 0)
     assert run.phase == "running"
-    assert [event.text for event in run.events(events.Warned)] == [NOBODY_LEFT]
+    assert [event.text for event in run.events(events.Warned)] == [NO_WORKER_LEFT]
 
     run.joins(1)
     assert welcomed(run) == ["worker 1"] and run.wants(1)

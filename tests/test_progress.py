@@ -218,8 +218,10 @@ def test_who_is_lost_and_who_is_back_is_said() -> None:
 
 def test_paused_and_inactive_workers_are_not_called_lost() -> None:
     so_far = running(progress(2, 100))
-    paused = events.Lost(at_s=3.0, node="worker 1", why="paused, by its own request")
-    inactive = events.Lost(at_s=3.0, node="worker 1", why="inactive: heartbeats, but no push for 12.0 s")
+    paused = events.Lost(at_s=3.0, node="worker 1", why="paused, by its own request", state="paused")
+    inactive = events.Lost(
+        at_s=3.0, node="worker 1", why="inactive: heartbeats, but no push for 12.0 s", state="inactive"
+    )
     assert [line for event in (paused, inactive) for line in lasting_lines(event, so_far)] == [
         "worker 1 paused, by its own request; its batches are reassigned",
         "worker 1 is inactive: heartbeats, but no push for 12.0 s; its batches are reassigned",
@@ -279,8 +281,12 @@ def test_slow_and_lost_workers_are_in_the_line() -> None:
 
 def test_workers_that_are_paused_inactive_or_gone_are_not_called_lost_in_the_line_and_the_live_view() -> None:
     pace = [progress(5.0 * s, 100 * s, rates=(100.0, 0.0, 0.0, 0.0)) for s in range(1, 5)]
+    states: tuple[events.Absence, ...] = ("paused", "inactive", "left")
     whys = ("paused, by its own request", "inactive: heartbeats, but no push for 9 s", "it left, by its own request")
-    gone = [events.Lost(at_s=4.0, node=f"worker {i + 1}", why=why) for i, why in enumerate(whys)]
+    gone = [
+        events.Lost(at_s=4.0, node=f"worker {i + 1}", why=why, state=state)
+        for i, (why, state) in enumerate(zip(whys, states, strict=True))
+    ]
     story = [started(4), planned(), events.PhaseChanged(at_s=0.0, phase="running"), *gone, *pace]
     assert plain_lines(story)[-1].endswith("paused: worker 1  inactive: worker 2  left: worker 3")
     assert lasting_lines(gone[2], running(progress(2, 100))) == ["worker 3 has left; its batches are reassigned"]

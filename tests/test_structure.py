@@ -630,7 +630,8 @@ def second_mechanisms(package: Package) -> Offenders:
         assert isinstance(node, ast.Call)
         called = last_name(node.func)
         home = next((home for names, home in ONE_PLACE.items() if called in names), path)
-        is_driving = called not in ("send", "throw") or "coroutine" in ast.unparse(node.func)
+        nothing = [ast.unparse(given) for given in node.args] == ["None"]  # what sockets cannot send
+        is_driving = called not in ("send", "throw") or nothing or "coroutine" in ast.unparse(node.func)
         if home != path and is_driving:
             text = ast.unparse(node.func)
             offenders[f"{path}: {text}"] = f"{path} calls {text}: {home} does that for all runtimes, so use it"
@@ -690,6 +691,7 @@ BREACHES: list[tuple[Law, dict[str, str]]] = [
     (second_mechanisms, {"runtimes/a.py": "link.tell(Ended(3))"}),
     (second_mechanisms, {"runtimes/a.py": "link.tell(messages.Join(layout))"}),
     (second_mechanisms, {"runtimes/a.py": "self.coroutine.send(None)"}),
+    (second_mechanisms, {"runtimes/a.py": "program.send(None)"}),
     (crowded_folders, {f"views/v{i}.py": "" for i in range(17)}),
     (repeated_classes, {"a.py": "class Plan: ...", "b.py": "def f():\n    class Plan: ..."}),
     (repeated_classes, {"a.py": "class Plan: ...", "b.py": "Plan = namedtuple('Plan', 'a b')"}),

@@ -21,7 +21,7 @@ NAMED_AFTER_S = 5.0  # a worker for which the others that share its batches wait
 
 PAUSED = "paused, by its own request"
 LEFT = "it left, by its own request"
-NOBODY_LEFT = "no worker is left, and the run waits for one that joins from another machine; Ctrl-C ends it"
+NO_WORKER_LEFT = "no worker is left, and the run waits for one that joins from another machine; Ctrl-C ends it"
 
 
 def server_patience_s(failure_timeout_s: float) -> float:
@@ -79,7 +79,7 @@ class Liveness:
     def pause(self, worker: WorkerState, now: float) -> list[CoordinatorOutput]:
         """Reassign the batches of a worker that pauses; the run does not end without it."""
         worker.paused = True
-        return self.deactivate(worker, now, PAUSED)
+        return self.deactivate(worker, now, PAUSED, "paused")
 
     def dismiss(self, ranks: Sequence[int], now: float) -> list[CoordinatorOutput]:
         """Let workers finish their work items, and leave; the others get their remaining batches."""
@@ -96,7 +96,7 @@ class Liveness:
 
     def leaves(self, worker: WorkerState, now: float) -> list[CoordinatorOutput]:
         """Dismiss a worker that has finished its work item to leave. It has returned its leases."""
-        return [CoordinatorOutput(worker.peer, Shutdown(LEFT)), *self.lost(worker.peer, now, LEFT)]
+        return [CoordinatorOutput(worker.peer, Shutdown(LEFT)), *self.lost(worker.peer, now, LEFT, "left")]
 
     def ends(self, worker: WorkerState, now: float) -> list[CoordinatorOutput]:
         """Tell the servers not to wait for a worker that has ended: custom loops may end at different times."""
@@ -114,24 +114,28 @@ class Liveness:
                 break
             waited_for = not worker.ended or ending.is_saving(index) or index in ending.last_pulls
             if worker.connected and worker.active and waited_for:
-                late = self._why_late(worker, now)
+                late, absence = self._why_late(worker, now)
                 if late:
                     ending.not_waited_for(index)
                     worker.late = True
-                    outs += self.deactivate(worker, now, late)
+                    outs += self.deactivate(worker, now, late, absence)
+                    because = f"inactive: {worker.peer} of the same replica is {absence}"
                     for other in state.replica_peers(index):
                         if other.connected and other.active:
-                            outs += self.deactivate(other, now, f"{worker.peer} of the same replica is inactive")
+                            outs += self.deactivate(other, now, because, "inactive")
                     outs += ending.after_loss()
         return outs
 
-    def _why_late(self, worker: WorkerState, now: float) -> str:
-        """Return why a worker counts as inactive; "" if it does not. The deadline follows from the pushes so far."""
+    def _why_late(self, worker: WorkerState, now: float) -> tuple[str, events.Absence]:
+        """Return why a worker counts as lost or inactive; "" if it does not."""
+        if now - worker.heartbeat_at > self.state.settings.failure_timeout_s:
+            return f"no heartbeat for {now - worker.heartbeat_at:.1f} s", "lost"
+        why = self._why_stuck(worker, now) if self.state.shares_batches() else self._why_idle(worker, now)
+        return why, "inactive"
+
+    def _why_idle(self, worker: WorkerState, now: float) -> str:
+        """Return why a worker counts as inactive; "": it does not. The deadline follows from the pushes so far."""
         timeout = self.state.settings.failure_timeout_s
-        if now - worker.heartbeat_at > timeout:
-            return f"no heartbeat for {now - worker.heartbeat_at:.1f} s"
-        if self.state.shares_batches():
-            return self._why_stuck(worker, now)
         idle_s = now - worker.worked_at
         if idle_s <= 2 * timeout or not self._holds_others_back(worker):
             return ""
@@ -190,11 +194,13 @@ class Liveness:
         ]
         return self._has_work(worker) and any(other.heartbeat.waiting for other in others)
 
-    def deactivate(self, worker: WorkerState, now: float, why: str) -> list[CoordinatorOutput]:
+    def deactivate(
+        self, worker: WorkerState, now: float, why: str, absence: events.Absence = "lost"
+    ) -> list[CoordinatorOutput]:
         """Do not wait for a worker: revoke its leases, and reassign the batches that are missing of them."""
         state = self.state
         worker.active, state.live = False, None
-        state.report_loss(worker.peer, now, why)
+        state.report_loss(worker.peer, now, why, absence)
         outs = [CoordinatorOutput(s.peer, Forget(worker.peer.index)) for s in state.servers.values()]
         begun = self._begun_portions(worker)
         for portion in sorted(worker.leases):
@@ -247,7 +253,7 @@ class Liveness:
                 outs.append(CoordinatorOutput(server.peer, ReportRequest()))
         return outs
 
-    def lost(self, peer: Peer, now: float, why: str) -> list[CoordinatorOutput]:
+    def lost(self, peer: Peer, now: float, why: str, absence: events.Absence = "lost") -> list[CoordinatorOutput]:
         """React to a closed connection, or to the end of a process."""
         if self.state.phase is Phase.OVER:
             return []
@@ -256,16 +262,18 @@ class Liveness:
         worker = self.state.workers.get(peer.index)
         if worker is None or worker.peer != peer or not worker.connected:
             return []
-        outs = self._lose_worker(worker, now, why) + self._dismiss_stage_peers(peer, now, why)
+        outs = self._lose_worker(worker, now, why, absence) + self._dismiss_stage_peers(peer, now, why)
         if self.state.phase is Phase.RUNNING and self.state.awaits_workers() and not self.state.connected():
-            self.state.events.append(events.Warned(at_s=now, text=NOBODY_LEFT))
+            self.state.events.append(events.Warned(at_s=now, text=NO_WORKER_LEFT, no_worker_left=True))
         return outs + self.shutdown.after_loss()
 
-    def _lose_worker(self, worker: WorkerState, now: float, why: str) -> list[CoordinatorOutput]:
+    def _lose_worker(
+        self, worker: WorkerState, now: float, why: str, absence: events.Absence = "lost"
+    ) -> list[CoordinatorOutput]:
         worker.connected = False
         if worker.ended and worker.peer.index == self.shutdown.concluder:
-            self.state.report_loss(worker.peer, now, why)  # another one must save the model
-        outs = [] if worker.ended else self.deactivate(worker, now, why)
+            self.state.report_loss(worker.peer, now, why, absence)  # another one must save the model
+        outs = [] if worker.ended else self.deactivate(worker, now, why, absence)
         if not worker.ended and worker.heartbeat.unsent_norm:
             self.shutdown.reporting.lost_residuals.append(worker.heartbeat.unsent_norm)
         worker.ended, self.state.live = True, None

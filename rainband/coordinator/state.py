@@ -230,9 +230,9 @@ class RunState:
             w.ended for w in self.workers.values() if w.connected and (w.active or w.paused)
         )
 
-    def report_loss(self, peer: Peer, now: float, why: str) -> None:
+    def report_loss(self, peer: Peer, now: float, why: str, state: events.Absence = "lost") -> None:
         self.last_loss = f"{peer} was the last ({why})"
-        self.events.append(events.Lost(at_s=now, node=str(peer), why=why))
+        self.events.append(events.Lost(at_s=now, node=str(peer), why=why, state=state))
 
     # ---- replicas: several workers that compute one model together, under one lease ---------------------------------
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import IntEnum
+from typing import Literal
 
 import msgspec
+
+Absence = Literal["lost", "inactive", "paused", "left"]  # of a node that takes no part in a run
 
 
 class Event(msgspec.Struct, frozen=True, tag_field="event", tag=True, kw_only=True):
@@ -118,10 +121,11 @@ class FirstStep(Event, frozen=True):
 
 
 class Lost(Event, frozen=True):
-    """A node was lost, or a worker is inactive."""
+    """A node takes no part any more: it was lost, is inactive or paused, or has left."""
 
     node: str
     why: str
+    state: Absence = "lost"
 
 
 class Returned(Event, frozen=True):
@@ -278,6 +282,7 @@ class Warned(Event, frozen=True):
     """Something went wrong that does not end the run."""
 
     text: str
+    no_worker_left: bool = False  # the run waits for one that joins
 
 
 class RunEnded(Event, frozen=True):

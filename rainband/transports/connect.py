@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from rainband.errors import HandshakeFailed, PeerLost
+from rainband.errors import HandshakeFailed, NoAnswer, NotListening, PeerLost
 from rainband.protocol.messages import Address, Peer
 from rainband.transports.auth import ClientHandshake, Identity
 from rainband.transports.tls.certificate import check_fingerprint, client_context
@@ -148,7 +148,7 @@ def connect(
         try:
             return _try_once(address, unix, shake, deadline, dial)
         except TimeoutError:
-            raise HandshakeFailed(f"{_where(address, unix)} did not answer within {timeout_s:g} s.") from None
+            raise NoAnswer(f"{_where(address, unix)} did not answer within {timeout_s:g} s.") from None
         except _NotNow as reason:
             if time.monotonic() + pause_s > deadline:
                 raise HandshakeFailed(f"{_where(address, unix)} {reason}, for {timeout_s:g} s.") from None
@@ -227,7 +227,8 @@ def _connect(address: Address, unix: bool, deadline: float) -> socket.socket:
     except BlockingIOError:
         raise _NotNow("has too many connections that it has not accepted yet") from None
     except OSError as error:
-        raise PeerLost(_where(address, unix), f"connecting to it ({error.strerror or error})") from None
+        kind = NotListening if isinstance(error, ConnectionRefusedError) else PeerLost
+        raise kind(_where(address, unix), f"connecting to it ({error.strerror or error})") from None
 
 
 def left_s(deadline: float) -> float:

@@ -78,20 +78,15 @@ def _lost(event: events.Lost, so_far: RunSoFar) -> str:
     shares = so_far.started is not None and so_far.started.shares_batches
     goes_on = "the others share its part" if shares else "its batches are reassigned"
     after = f"; {goes_on}" if reassigns else ""
-    match state_of(event.why):
+    match event.state:
         case "paused":
             return f"{event.node} {event.why}{after}"
         case "inactive":
             return f"{event.node} is {event.why}{after}"
         case "left":
             return f"{event.node} has left{after}"
-    return f"lost {event.node} ({event.why}){after}"
-
-
-def state_of(why: str) -> str:
-    """Return in one word why a node takes no part: it is alive and paused or inactive, has left, or is lost."""
-    begins = {"paused": "paused", "inactive": "inactive", "it left": "left"}
-    return next((word for beginning, word in begins.items() if why.startswith(beginning)), "lost")
+        case "lost":
+            return f"lost {event.node} ({event.why}){after}"
 
 
 def _guard_acted(event: events.GuardActed) -> str:
@@ -279,8 +274,8 @@ def slow_and_lost(so_far: RunSoFar) -> str:
 def _gone(so_far: RunSoFar) -> dict[str, list[str]]:
     """Return the nodes that take no part now: lost, inactive or paused ones."""
     gone: dict[str, list[str]] = {}
-    for node, why in so_far.lost.items():
-        gone.setdefault(state_of(why), []).append(node)
+    for node, lost in so_far.lost.items():
+        gone.setdefault(lost.state, []).append(node)
     return gone
 
 

@@ -34,7 +34,7 @@ class WorkerNow:
     waited_s: float
     waiting: float  # the fraction of the last seconds that it spent waiting
     slow: bool
-    lost: str  # why it counts as lost or inactive; "" while it is active
+    lost: events.Lost | None  # none: it takes part
 
 
 # size: one attribute for each kind of event that says what a run is like now
@@ -51,7 +51,7 @@ class RunSoFar:
     joined: set[str] = field(default_factory=set)
     linked: dict[int, events.Linked] = field(default_factory=dict)  # worker -> its machine and its transports
     tunneled: dict[tuple[int, int], int] = field(default_factory=dict)  # two workers -> bytes through the run's machine
-    lost: dict[str, str] = field(default_factory=dict)  # node that is lost or inactive -> why
+    lost: dict[str, events.Lost] = field(default_factory=dict)  # of nodes that take no part now
     num_lost: int = 0  # events of that kind so far
     reassigned: int = 0
     training: TrainingTime = field(default_factory=TrainingTime)
@@ -96,7 +96,7 @@ class RunSoFar:
             case events.Tunneled():
                 self.tunneled[event.workers] = self.tunneled.get(event.workers, 0) + event.num_bytes
             case events.Lost():
-                self.lost[event.node] = event.why
+                self.lost[event.node] = event
                 self.num_lost += 1
             case events.Returned():
                 self.lost.pop(event.node, None)
@@ -206,7 +206,7 @@ class RunSoFar:
                 waited_s=self.last.waited_s.get(i, 0.0),
                 waiting=shares.get(i, 0.0),
                 slow=i in slow,
-                lost=self.lost.get(f"worker {i}", ""),
+                lost=self.lost.get(f"worker {i}"),
             )
             for i in sorted(known)
         ]

@@ -134,7 +134,7 @@ def _choose(workers: list[WorkerNow], rows: int) -> tuple[list[WorkerNow], list[
 
 def _worker(worker: WorkerNow, fastest: float, room: int, width: int, ink: Ink) -> Text:
     if worker.lost:
-        return Text(cut(f"{worker.index:>6}  {event_text.state_of(worker.lost):>9}  {worker.lost}", width), style="red")
+        return Text(cut(f"{worker.index:>6}  {worker.lost.state:>9}  {worker.lost.why}", width), style="red")
     share = worker.per_s / fastest if fastest else 0.0
     rate = short(worker.per_s) if worker.per_s else "-"
     head = f"{worker.index:>6}  {rate:>9}  "

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from rainband.errors import HandshakeFailed, PeerLost, RainbandError
+from rainband.errors import HandshakeFailed, NoAnswer, NotListening, PeerLost, RainbandError
 from rainband.plugins import load_strategy
 from rainband.protocol.messages import (
     COORDINATOR,
@@ -97,9 +97,7 @@ def pause_s(attempt: int) -> float:
 
 def _is_refused(error: RainbandError) -> bool:
     """Return True if something answers at the address, and it is not this run."""
-    if isinstance(error, HandshakeFailed):
-        return "did not answer" not in str(error)
-    return "refused" in str(error)
+    return isinstance(error, HandshakeFailed | NotListening) and not isinstance(error, NoAnswer)
 
 
 # size: the state of one machine in a run, which its connection, its processes and Ctrl-C change together

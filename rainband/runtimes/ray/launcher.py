@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from rainband.coordinator.coordinator import RunSettings
-from rainband.coordinator.liveness import NOBODY_LEFT
 from rainband.plugins import load_strategy, strategy_names
 from rainband.protocol import events
 from rainband.protocol.messages import Address, Peer
@@ -146,7 +145,7 @@ class RayLauncher(Launcher):
         self._start(self.address, "worker", rank, self.config.threads, life)
 
     def emit(self, event: events.AnyEvent) -> None:
-        is_alone = isinstance(event, events.Warned) and event.text == NOBODY_LEFT
+        is_alone = isinstance(event, events.Warned) and event.no_worker_left
         returns = any(self._may_return(Peer("worker", rank, life)) for rank, life in self.incarnations.items())
         if not (is_alone and returns):  # otherwise there is nothing to do
             super().emit(event)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from rainband.protocol.events import Lost
 from rainband.views.dashboard.fold import Folded, totals
-from rainband.views.event_text import state_of
 from rainband.views.formatting import count, duration, short
 from rainband.views.history import MUCH_WAITING, SLOW
 
@@ -44,7 +44,7 @@ class WorkerFacts:
     waiting: float  # fraction of the time
     waited_s: float
     slow: bool
-    lost: str  # why it takes no part; "": it does
+    lost: Lost | None  # none: it takes part
     missed_mean: float | None  # updates that its gradients missed; none: no gradient was counted
 
 
@@ -75,7 +75,7 @@ def workers_of(folded: Folded, is_over: bool) -> dict[int, WorkerFacts]:
             waiting=waiting,
             waited_s=waited_s,
             slow=bool(worker and worker.slow),
-            lost=so_far.lost.get(f"worker {rank}", ""),
+            lost=so_far.lost.get(f"worker {rank}"),
             missed_mean=sum_.missed / sum_.gradients if sum_ and sum_.gradients else None,
         )
     return _with_slow(folded, facts) if is_over else facts
@@ -133,7 +133,7 @@ def _failures(folded: Folded, state: str) -> list[Sentence]:
     if so_far.ended and (counts.get("lost") or counts.get("applied_twice")):
         text = f"The batch accounting does not balance: {counts['lost']} lost, {counts['applied_twice']} applied twice."
         found.append(Sentence(Level.BAD, text))
-    gone = {node: why for node, why in so_far.lost.items() if state_of(why) != "left"}
+    gone = {node: lost.why for node, lost in so_far.lost.items() if lost.state != "left"}
     if gone:
         named = [f"{node} ({why})" for node, why in list(gone.items())[:2]]
         more = f" and {len(gone) - 2} more" if len(gone) > 2 else ""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from rainband.protocol.events import STALENESS_BINS, NodesMeasured
+from rainband.protocol.events import STALENESS_BINS, Absence, NodesMeasured
 from rainband.views.dashboard.findings import (
     Sentence,
     WorkerFacts,
@@ -40,7 +40,8 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     waited_s: float
     waits_now: bool
     slow: bool
-    lost: str
+    lost: str  # why it takes no part; "": it does
+    absence: Absence | Literal[""]
     stage: int | None  # of a model in stages
     missed_mean: float | None
     missed_max: int | None
@@ -242,7 +243,8 @@ class RunPage:
         return [_row(workers[rank], rank % size if size > 1 else None, nodes, positions.get(rank)) for rank in chosen]
 
     def _servers(self, number: int) -> list[ServerRow]:
-        nodes, lost = self.folded.nodes, self.folded.so_far.lost
+        nodes = self.folded.nodes
+        lost = {node: lost.why for node, lost in self.folded.so_far.lost.items()}
         updates = nodes.updates if nodes else ()
         return [
             ServerRow(
@@ -289,7 +291,8 @@ def _row(facts: WorkerFacts, stage: int | None, nodes: NodesMeasured | None, k: 
         waited_s=_short(facts.waited_s),
         waits_now=known is not None and facts.rank in known.waiting and not facts.lost,
         slow=facts.slow,
-        lost=facts.lost[:MAX_REASON],
+        lost=facts.lost.why[:MAX_REASON] if facts.lost else "",
+        absence=facts.lost.state if facts.lost else "",
         stage=stage,
         missed_mean=None if facts.missed_mean is None else _short(facts.missed_mean),
         missed_max=known.max_missed[at] if known and sum(known.staleness[at]) else None,

@@ -153,7 +153,7 @@ function workerShape(now, worker, k, x, few, width) {
     if (!worker.lost && worker.waiting > 0.02) group.append(slice(x, r, Math.min(0.999, worker.waiting)));
   }
   if (few) {
-    const below = worker.lost ? "lost" : worker.stage !== null ? `stage ${worker.stage}` : `${num(worker.per_s)}/s`;
+    const below = worker.lost ? worker.absence : worker.stage !== null ? `stage ${worker.stage}` : `${num(worker.per_s)}/s`;
     group.append(
       svg("text", { x, y: workerY + 28, "text-anchor": "middle" }, `${sign(worker)}w${worker.rank}`),
       svg("text", { x, y: workerY + 41, "text-anchor": "middle", class: "d" }, below),

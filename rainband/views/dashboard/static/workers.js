@@ -47,7 +47,7 @@ export function drawWorkers(now, history) {
 const trafficOf = (w) => (known(w.pushed_bytes) ? bytes(w.pushed_bytes + w.pulled_bytes) : "–");
 
 function tagOf(worker) {
-  if (worker.lost) return el("span", { class: "tag lost", "data-tip": worker.lost }, "✕ lost");
+  if (worker.lost) return el("span", { class: "tag lost", "data-tip": worker.lost }, `✕ ${worker.absence}`);
   if (worker.slow) return el("span", { class: "tag slow" }, "▲ slow");
   return worker.waits_now ? el("span", { class: "tag waits" }, "waits") : "";
 }
