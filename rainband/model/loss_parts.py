@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from rainband.model.seeds import all_random_states, random_numbers_from, restore_random_states, seed_global_generators
+from rainband.model.unchanged import same_buffers, same_modes
 
 if TYPE_CHECKING:
     from rainband.tasks.task import Data, Task
@@ -147,25 +148,19 @@ class _Trial:
 def _as_before(model: nn.Module) -> Iterator[None]:
     """Restore the buffers, gradients and modes of a module, and the global random numbers, when left."""
     states = all_random_states()
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    for module, _ in modes:
-        of_torch = type(module).__module__.startswith("torch.nn.")
-        if of_torch or isinstance(module, _BatchNorm):  # the user's own may need training mode for a loss
-            module.training = False
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        yield
+        with same_modes(model), same_buffers(model):
+            for module in model.modules():
+                of_torch = type(module).__module__.startswith("torch.nn.")
+                if of_torch or isinstance(module, _BatchNorm):  # the user's own may need training mode for a loss
+                    module.training = False
+            yield
     finally:
-        for module, training in modes:
-            module.training = training
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
         restore_random_states(states)
 
 

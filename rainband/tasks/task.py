@@ -213,14 +213,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     """Set evaluation mode and no gradients; afterwards restore the mode of every submodule."""
     import torch
 
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
+    from rainband.model.unchanged import same_modes
+
+    with same_modes(model), torch.no_grad():
+        model.eval()
+        yield
 
 
 def accuracy_and_loss(model: nn.Module, inputs: Tensor, labels: Tensor) -> dict[str, float]:

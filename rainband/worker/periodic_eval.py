@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
+from rainband.model.unchanged import same_modes
 from rainband.protocol.worker_stats import Stats
 from rainband.tasks.task import Task
 
@@ -35,7 +35,7 @@ class PeriodicEval:
         if began < self.next_at:
             return
         try:
-            with as_it_was(self.module):
+            with same_modes(self.module), torch.random.fork_rng(devices=[]):
                 self.stats.metrics = measure(self.task, self.module)
         except Exception:  # in the user's code: it is printed, and training continues
             print("rainband: the evaluation failed; the next one is at the end of the run:", file=sys.stderr)
@@ -49,15 +49,3 @@ def measure(task: Task, module: nn.Module) -> dict[str, float]:
     """Return the task's metrics for the module, which is left in evaluation mode."""
     module.eval()
     return {name: float(value) for name, value in task.evaluate(module).items()}
-
-
-@contextmanager
-def as_it_was(module: nn.Module) -> Iterator[None]:
-    """Restore the training mode of every submodule, and the state of the random numbers, at the end of the block."""
-    modes = [(part, part.training) for part in module.modules()]
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        for part, training in modes:
-            part.training = training

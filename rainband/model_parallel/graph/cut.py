@@ -8,7 +8,7 @@ that was frozen. The same run records which nodes write into their inputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from rainband.model.seeds import random_numbers_from
+from rainband.model.unchanged import same_buffers
 from rainband.model_parallel.graph.graph import COMPUTES, Cut, OverwrittenValue, attribute, tensors_in
 from rainband.model_parallel.graph.split_marks import InPieces
 from rainband.model_parallel.graph.trace import by_export, by_fx, by_pieces, is_getitem
@@ -104,7 +105,7 @@ def _verified(
     if not any(node.op in COMPUTES for node in module.graph.nodes):
         raise ValueError("the graph has no nodes")
     rough = Cut(module, how, {node.name: node.name for node in module.graph.nodes}, {}, guards)
-    with untouched(model), device_of(model):
+    with same_buffers(model), torch.no_grad(), device_of(model):
         seen = _compare(model, rough, args, kwargs)
     writers = _redirect_readers(module, seen.writes)
     module.recompile()
@@ -127,19 +128,6 @@ def _compare(model: nn.Module, rough: Cut, args: Sequence[Any], kwargs: Mapping[
                 "tracing (random numbers made in forward, control flow on numbers)"
             )
     return watch
-
-
-@contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Restore the module's buffers when left."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
 
 
 def _copy(value: Any) -> Any:

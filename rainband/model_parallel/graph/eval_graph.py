@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from rainband.model.unchanged import same_modes
 from rainband.model_parallel.graph.cut import cut
 from rainband.model_parallel.graph.graph import Cut
 from rainband.model_parallel.graph.trace import by_fx
@@ -31,14 +32,10 @@ def cut_for_evaluation(
 @contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
     """Put all submodules into evaluation mode; restore their modes when left."""
-    modes = [(module, module.training) for model in models for module in model.modules()]
-    for module, _ in modes:
-        module.training = False  # not eval(): graphs of torch.export refuse it
-    try:
+    with same_modes(*models):
+        for module in (module for model in models for module in model.modules()):
+            module.training = False  # not eval(): graphs of torch.export refuse it
         yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def _is_frozen(model: nn.Module, how: str) -> bool:

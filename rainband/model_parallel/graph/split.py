@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from rainband.model.unchanged import same_buffers
 from rainband.model_parallel.graph.split_linear import AsPair, ByColumns, ByRows
 from rainband.model_parallel.graph.tiles import Tiled
 from rainband.model_parallel.placement.split_words import parse_split
@@ -220,14 +221,11 @@ def _image_sizes(
             seen[name] = (args[0].shape[-2], args[0].shape[-1])
 
         hooks.append(target.parent.get_submodule(target.keys[0]).register_forward_pre_hook(note))
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     device = next((p.device for p in model.parameters()), None)  # meta, where the model has no values
     args, words = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), (tuple(example), dict(kwargs or {})))
     try:
-        with torch.no_grad():
+        with same_buffers(model), torch.no_grad():
             model(*args, **words)
-            for buffer, before in buffers:
-                buffer.copy_(before)
     finally:
         for hook in hooks:
             hook.remove()

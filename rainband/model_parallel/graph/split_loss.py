@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from rainband.model.seeds import all_random_states, restore_random_states
-from rainband.model_parallel.graph.cut import cut, untouched
+from rainband.model.unchanged import same_buffers
+from rainband.model_parallel.graph.cut import cut
 from rainband.model_parallel.graph.graph import Cut, tensors_in
 from rainband.model_parallel.graph.loss_state import LossState
 from rainband.model_parallel.graph.split import read_split, split
@@ -220,7 +221,7 @@ def check_loss(task: Task, model: nn.Module, batch: Any) -> None:
     """Compute the loss of a batch as several machines do; raise ValueError if they could not."""
     states = all_random_states()
     call = LossCall(task, batch)
-    with untouched(model):
+    with same_buffers(model), torch.no_grad():
         answer = model(*call.args, **call.kwargs)
     call.loss(pytree.tree_map_only(Tensor, lambda t: t.requires_grad_(t.is_floating_point()), answer))
     restore_random_states(states)

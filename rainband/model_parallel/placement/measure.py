@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from rainband.model.seeds import random_numbers_from
+from rainband.model.unchanged import same_buffers
 from rainband.model_parallel.graph.cut import device_of
 from rainband.model_parallel.graph.fragments import Fragment, as_module
 from rainband.model_parallel.graph.graph import Cut, tensors_in
@@ -35,18 +36,13 @@ def measure(
     Buffers, gradients and torch's random numbers stay unchanged. If `counted`, or if the model has no values (device
     meta), times are estimated: its multiplications at 10 billion per second, the same on every machine.
     """
-    buffers = [(buffer, buffer.clone()) for buffer in cut.module.buffers()]
     if any(parameter.is_meta for parameter in cut.module.parameters()):
         counted = True
         args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (tuple(args), dict(kwargs or {})))
     values = cut.bind(args, kwargs)
-    try:
-        with device_of(cut.module), random_numbers_from(0, [*cut.module.parameters(), *tensors_in(values)]):
-            units = [_measure_unit(cut, name, values, 0 if counted else repeats) for name in _in_running_order(cut)]
-    finally:
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+    tensors = [*cut.module.parameters(), *tensors_in(values)]
+    with same_buffers(cut.module), device_of(cut.module), random_numbers_from(0, tensors):
+        units = [_measure_unit(cut, name, values, 0 if counted else repeats) for name in _in_running_order(cut)]
     edges = [_value(cut, name, values) for name in values if name in cut.nodes]
     first = tensors_in(list(args))
     size = len(first[0]) if first and first[0].dim() else 1

@@ -11,6 +11,7 @@ from torch import nn
 from rainband.model.flat_parameters import Flat
 from rainband.model.gradient import Gradient
 from rainband.model.loss_parts import LossParts
+from rainband.model.unchanged import same_modes
 from rainband.protocol.lr_schedules import Schedule
 from rainband.protocol.messages import Conclude, Message, Peer, Welcome
 from rainband.protocol.optimizer_spec import OptimizerSpec
@@ -56,12 +57,9 @@ class GradientCompute(ModuleModel, SimulatedCompute):
         return WrittenGradient(gradient, self.memory.flat, self.shared_module.wholes)
 
     def evaluate(self, worker: ModuleWorker) -> dict[str, float]:
-        """Evaluate with the module of all workers, and restore its mode."""
-        was_training = worker.module.training
-        try:
+        """Evaluate with the module of all workers, and restore its modes."""
+        with same_modes(worker.module):
             return super().evaluate(worker)
-        finally:
-            worker.module.train(was_training)
 
 
 class NoGradient(Gradient):
