@@ -57,5 +57,6 @@ def of_waiting(cluster: Cluster, bound: int = 0, how: str = "") -> list[str]:
     after = "" if not bound else f" after {bound} steps"
     return [
         f"{straggler.who} is {straggler.factor:.3g} times slower, and {setting}{after} all workers run at its speed: "
-        f"the others wait {100 * idle:.0f} % of the time. Choose soft_sync or downpour, or sync backup_workers=1."
+        f"the others wait {100 * idle:.0f} % of the time. Choose soft_sync or downpour, or sync batch_per_worker=true "
+        "backup_workers=1."
     ]

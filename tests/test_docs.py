@@ -250,6 +250,22 @@ def test_a_setting_that_is_written_exists(page: Path) -> None:
     assert written - known_settings() - THEIR_SETTINGS == set()
 
 
+def test_a_strategy_that_is_written_with_settings_can_be_made() -> None:
+    """Such as sync batch_per_worker=true, on a page or in a text of the program; letters stand for numbers."""
+    from rainband.plugins import load_strategy, strategy_names
+    from rainband.settings import parse_pairs
+
+    written = re.compile(rf"(?<![\w./:])({'|'.join(strategy_names())})((?:\s+\w+=[\w.:+-]*\w)+)")
+    files = [*PAGES, ROOT / "CHANGELOG.md", *(ROOT / "rainband").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
+    found = set()
+    for file in files:
+        text = re.sub(r'"\s*\n\s*f?"', "", file.read_text(encoding="utf-8"))  # of adjacent literals
+        found |= {(name, *settings.split()) for name, settings in written.findall(text)}
+    assert len(found) > 20
+    for name, *settings in found:
+        load_strategy(name, parse_pairs([pair for pair in settings if not re.fullmatch(r"\w+=[a-z]", pair)]))
+
+
 @cache
 def known_settings() -> frozenset[str]:
     import dataclasses

@@ -22,6 +22,7 @@ from rainband.protocol import events
 from rainband.runtimes.config import RunConfig, SimSettings
 from rainband.runtimes.processes.zygote import Zygote
 from rainband.tasks.digits import Digits
+from rainband.views.formatting import assignment
 
 NUM_WORKERS, SLOW, FACTOR = 4, 3, 5.0  # worker 0 evaluates, so another one is slow
 STEP_S = 0.08  # computing a gradient takes a few ms of it
@@ -41,7 +42,8 @@ class Contender:
 
     @property
     def name(self) -> str:
-        more = f" backup_workers={self.settings['backup_workers']}" if "backup_workers" in self.settings else ""
+        shown = {name: self.settings[name] for name in ("batch_per_worker", "backup_workers") if name in self.settings}
+        more = "".join(f" {assignment(name, value)}" for name, value in shown.items())
         return self.strategy + more
 
 
