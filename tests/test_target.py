@@ -53,6 +53,14 @@ def test_a_target_that_is_not_reached_is_in_the_summary(tmp_path: Path) -> None:
     assert any("loss=-1 was not reached" in line for line in summary(RunSoFar.from_events(seen), tmp_path))
 
 
+def test_a_metric_that_the_task_does_not_measure_is_told_once_and_in_the_summary(tmp_path: Path) -> None:
+    _, seen = simulated(tmp_path / "run", "downpour", "losss=0.1")
+    warned = [event.text for event in seen if isinstance(event, events.Warned)]
+    assert warned == ["the target is never reached: the task measures no losss (did you mean loss?), only loss."]
+    lines = summary(RunSoFar.from_events(seen), tmp_path)
+    assert any("losss=0.1 was not reached: no losss was measured, only loss" in line for line in lines)
+
+
 @pytest.mark.parametrize(
     "metric, value, measured, reached",
     [

@@ -6,7 +6,7 @@ concerns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -22,6 +22,7 @@ from rainband.coordinator.reporting import Reporting
 from rainband.coordinator.saving.checkpoints import Checkpoints, Collected
 from rainband.coordinator.shutdown import RunEnd
 from rainband.coordinator.state import CoordinatorOutput, Phase, RunSettings, RunState, ServerState
+from rainband.errors import did_you_mean
 from rainband.protocol import events
 from rainband.protocol.messages import (
     AcceptedBatches,
@@ -79,6 +80,7 @@ class Coordinator:
         self.planning = Planning(state)
         self.admission = Admission(state, self.shutdown, self.planning, self.liveness, self.full_batch)
         self.guard = GuardActions(state, self.reporting, requires)
+        self.warned_of_target = False
 
     def receive(self, sender: Peer, message: Message, now: float, body: Any = None) -> list[CoordinatorOutput]:
         """Handle one message; return the messages to send."""
@@ -155,13 +157,27 @@ class Coordinator:
     def _look_at_target(self, heartbeat: Heartbeat, now: float) -> list[CoordinatorOutput]:
         """End the run if a worker has measured its target."""
         target, state = self.state.settings.target, self.state
-        if target is None or state.phase is not Phase.RUNNING or not target.is_reached(heartbeat.metrics):
+        if target is None or state.phase is not Phase.RUNNING or not heartbeat.metrics:
+            return []
+        if target.metric not in heartbeat.metrics:
+            self._warn_of_target(target.metric, heartbeat.metrics, now)
+        if not target.is_reached(heartbeat.metrics):
             return []
         value = heartbeat.metrics[target.metric]
         computed = sum(worker.heartbeat.samples for worker in state.workers.values())  # reports of servers come later
         samples = max(self.reporting.samples_done(), computed)
         state.events.append(events.TargetReached(at_s=now, metric=target.metric, value=value, samples=samples))
         return self.shutdown.stop("finished", f"{target.metric} {value:.4g} reaches the target, {target}")
+
+    def _warn_of_target(self, metric: str, measured: Mapping[str, float], now: float) -> None:
+        """Warn once of a metric that the task does not measure; a custom loop may report it later."""
+        if not self.warned_of_target and not self.state.is_custom_loop():
+            self.warned_of_target = True
+            text = (
+                f"the target is never reached: the task measures no {metric}{did_you_mean(metric, measured)}, only "
+                f"{' and '.join(measured)}."
+            )
+            self.state.events.append(events.Warned(at_s=now, text=text))
 
     def _reported(self, sender: Peer, report: Report, now: float) -> list[CoordinatorOutput]:
         """Take the accepted batches and the measurements of a server."""

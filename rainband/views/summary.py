@@ -60,7 +60,9 @@ def target(so_far: RunSoFar) -> str:
     if not typed:
         return ""
     if so_far.target is None:
-        return f"{typed} was not reached"
+        metric, measured = typed.partition("=")[0], so_far.ended.metrics if so_far.ended is not None else {}
+        unknown = f": no {metric} was measured, only {' and '.join(measured)}" if measured else ""
+        return f"{typed} was not reached" + (unknown if metric not in measured else "")
     reached = so_far.target
     after_s = reached.at_s - (so_far.training.began_s or 0.0)
     value = f"{reached.metric} {short(reached.value)} (target {typed.partition('=')[2]})"
