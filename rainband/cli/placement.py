@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from rainband.model_parallel.schedules.forecast import Played
 
 ALL = "all"  # every schedule
-HYBRID = "hybrid"  # the partitioner that also splits layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +123,7 @@ def command(
     import msgspec
 
     from rainband.model_parallel.placement.hybrid import explained
-    from rainband.model_parallel.placement.partitioners import make_plan
+    from rainband.model_parallel.placement.partitioners import HYBRID, make_plan
     from rainband.model_parallel.placement.placement import check_file_name, load, save
     from rainband.model_parallel.placement.split_words import splits_of
     from rainband.model_parallel.schedules.forecast import check_schedule, every_schedule, played
@@ -172,7 +171,7 @@ def command(
 def _planner(edited: Placement | None, options: PlacementOptions) -> Partitioner:
     from functools import partial
 
-    from rainband.model_parallel.placement.partitioners import find_partitioner
+    from rainband.model_parallel.placement.partitioners import HYBRID, find_partitioner
     from rainband.model_parallel.placement.pipedream_planner import interleaved
     from rainband.model_parallel.placement.split_words import most_ways, splits_of
     from rainband.model_parallel.placement.wide_stages import wide_stages

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 
+from rainband.errors import did_you_mean
 from rainband.model_parallel.placement.balanced import balanced
 from rainband.model_parallel.placement.pipedream_planner import interleaved, one_machine_per_stage, pipedream
 from rainband.model_parallel.placement.placement import Placement, check, from_placement
@@ -35,6 +36,7 @@ def split_layers(profile: Profile, resources: Resources) -> Placement:
     return predicted(from_placement(profile, where, "split_layers", resources.num_machines), profile, resources)
 
 
+HYBRID = "hybrid"  # it also splits layers, so it has a search of its own: `wide_stages`
 Partitioner = Callable[[Profile, Resources], Placement]
 PARTITIONERS: dict[str, Partitioner] = {
     "balanced": balanced,
@@ -50,9 +52,10 @@ def find_partitioner(name: str) -> Partitioner:
         return PARTITIONERS[name]
     module_name, _, function = name.partition(":")
     if not function:
+        known = sorted([*PARTITIONERS, HYBRID])
         raise ValueError(
-            f"no partitioner named '{name}': choose from {', '.join(PARTITIONERS)}, or give module:function of your "
-            "own."
+            f"no partitioner named '{name}'{did_you_mean(name, known)}: choose from {', '.join(known)}, or give "
+            "module:function of your own."
         )
     try:
         found = getattr(importlib.import_module(module_name), function, None)
