@@ -24,9 +24,9 @@ def command(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="downpour, downpour2 (n_push=2), corrected (with compensation), ragged, per_worker (sync "
-            "batch_per_worker=true), backup (with a backup worker), sync, stale_sync, adaptive_bound, bounded_delay, "
-            "soft_sync, sandblaster or conjugate_gradient.",
+            help="downpour, downpour2 (n_push=2), corrected (with compensation), ragged (pushes of 1 to 4 batches), "
+            "sync, averaging, gossip, per_worker (sync batch_per_worker=true), backup (with a backup worker), "
+            "stale_sync, adaptive_bound, bounded_delay, soft_sync, sandblaster or conjugate_gradient.",
             show_default="the seed's choice",
         ),
     ] = None,
@@ -40,9 +40,10 @@ def command(
 
     A small task whose gradients are whole numbers is trained while workers, servers, the coordinator and their
     connections fail, according to a script that is drawn from the seed. Each run is checked: every batch is applied
-    exactly once to every block, the parameters are correct to the last bit, all blocks agree on every round, no read is
-    staler than the bound, and there is no deadlock. Full-batch strategies must reach the fault-free result, up to
-    rounding. A failing seed is shown with the command that repeats it.
+    exactly once, the parameters are correct (to the last bit where gradients are only added, within limits for
+    averaging and gossip, otherwise up to rounding), all blocks agree on every round, no read is staler than the bound,
+    and there is no deadlock. Full-batch strategies must reach the fault-free result. A failing seed is shown with the
+    command that repeats it.
 
     \b
     rainband fuzz 0-1000
