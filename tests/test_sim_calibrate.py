@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import struct
 import time
@@ -32,6 +33,7 @@ from rainband.record.message_cost import (
 from rainband.record.wakeup_latency import WakeupLatency, core_here, echo_main, pinned, read_all, sleeper_main
 from rainband.runtimes.config import RunConfig
 from rainband.runtimes.simulation.models.cluster_model import load_model
+from rainband.runtimes.simulation.oracle.scenarios import KINDS
 
 ALONE = Measurements(
     compute_s=[0.010, 0.012, 0.014],
@@ -188,6 +190,19 @@ def test_the_command_writes_a_model_that_can_be_used(tmp_path: Path) -> None:
     assert model.compute.kind == "trace" and len(model.compute.trace_s) >= 5
     assert model.nodes.shared_memory and model.nodes.apply_bytes_per_s > 0
     assert 0 <= model.nodes.wake_s < 0.1 and 0 <= model.nodes.moves <= 1
+
+
+def test_a_strategy_without_messages_to_measure_is_refused(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app(), ["calibrate", "linear", "sync", "--out", str(tmp_path / "x.toml")])
+    assert result.exit_code == 2 and "sync has no servers" in result.output and "--servers" not in result.output
+
+
+def test_the_help_and_the_guide_name_every_case_of_fuzz() -> None:
+    shown = " ".join(CliRunner().invoke(app(), ["fuzz", "--help"]).output.split())
+    guide = (Path(__file__).parents[1] / "docs" / "guides" / "simulation.md").read_text(encoding="utf-8")
+    table = guide.split("| drawn |")[1].split("\n\n")[0] + "`downpour2`"  # "with one or two batches in a push"
+    for name in KINDS:
+        assert re.search(rf"\b{name}\b", shown) and f"`{name}`" in table
 
 
 def test_fuzz_shows_a_run_and_its_script() -> None:

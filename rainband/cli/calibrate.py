@@ -9,7 +9,6 @@ import typer
 
 from rainband.cli.options import completion
 from rainband.cli.report_errors import report_errors
-from rainband.options import RunOptions
 
 
 def command(
@@ -34,13 +33,20 @@ def command(
     rainband calibrate digits downpour --out machine.toml
     rainband train digits downpour --runtime sim --network machine.toml
     """
+    import msgspec
+
     from rainband.cli.options.words import configured
     from rainband.record.calibrate import calibrate, describe
     from rainband.runtimes.simulation.models.cluster_model import to_toml
 
     with report_errors():
-        options: RunOptions = {"workers": workers, "servers": 1, "runtime": "sim"}
-        config = configured([task, strategy, *(settings or [])], options)
+        config = configured([task, strategy, *(settings or [])], {"workers": workers, "runtime": "sim"})
+        if not config.num_servers:
+            raise ValueError(
+                f"{strategy} has no servers, and messages between workers and servers are measured: choose a strategy "
+                "with servers, such as downpour. Simulations of every strategy can use the file."
+            )
+        config = msgspec.structs.replace(config, num_servers=1)
         typer.echo(f"measuring {steps} gradients of {task}, alone and while others compute ...", err=True)
         model = calibrate(config, steps)
         about = describe(config, model)
