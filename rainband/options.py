@@ -210,7 +210,7 @@ class CheckpointOptions(TypedDict, total=False):
         str | Path | None,
         Option("Continue from the newest checkpoint of an earlier run (rainband resume RUN does the same).", "RUN"),
     ]
-    force: Annotated[bool | None, Option("With --resume: continue although the task, the strategy or the data differ.")]
+    force: Annotated[bool | None, Option("Continue a run although the task, the strategy or the data differ.")]
 
 
 class StageOptions(TypedDict, total=False):

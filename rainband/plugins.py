@@ -128,6 +128,13 @@ def find_strategy(name: str) -> type[Strategy]:
     return cls
 
 
+def typed_name(strategy: Strategy) -> str:
+    """Return the name that users type for a strategy: that of its file, or of the class of their own."""
+    folder, _, name = type(strategy).__module__.rpartition(".")
+    is_built_in = folder.startswith("rainband.strategies") and name in strategy_names()
+    return name if is_built_in else type(strategy).__name__
+
+
 def load_strategy(name: str, settings: Mapping[str, object]) -> Strategy:
     """Return the strategy with these settings, checked against its fields."""
     return build(find_strategy(name), settings)

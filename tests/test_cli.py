@@ -26,7 +26,7 @@ from rainband.cli.main import COMMANDS, build_app
 from rainband.cli.options.words import configured
 from rainband.collectives.algorithm import algorithm_names
 from rainband.options import RunOptions
-from rainband.plugins import strategy_names
+from rainband.plugins import load_strategy, strategy_names, typed_name
 from rainband.protocol import events
 from rainband.protocol.optimizer_spec import BUILT_IN, TAKERS
 from rainband.runtimes.config import RunConfig
@@ -626,6 +626,18 @@ def test_a_strategy_is_explained_by_its_own_file() -> None:
     assert "  n_push=1 steps between two pushes; a whole number" in re.sub(r"(?<=\S) +", " ", said.out).splitlines()
     assert "  overlap=false " in said.out
     assert "Use it:  rainband train digits downpour" in said.out
+
+
+@pytest.mark.parametrize("name", strategy_names())
+def test_the_command_that_explain_shows_is_not_refused(name: str) -> None:
+    (line,) = [line for line in Said("explain", name).out.splitlines() if line.startswith("Use it:")]
+    words = line.removeprefix("Use it:  rainband train ").removesuffix(" --stages 2").split()
+    options: RunOptions = {"runtime": "sim", "stages": 2} if line.endswith("--stages 2") else {}
+    assert configured(words, options).strategy == name
+
+
+def test_a_strategy_is_named_as_it_is_typed() -> None:
+    assert [typed_name(load_strategy(name, {})) for name in strategy_names()] == strategy_names()
 
 
 def test_programs_can_read_the_explanation() -> None:

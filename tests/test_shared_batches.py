@@ -262,7 +262,7 @@ def test_the_tasks_own_optimizer_and_scheduler_step_on_every_worker(optimizer: A
 
 
 def test_an_optimizer_of_the_task_that_nobody_uses_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="the task has its own optimizer, and Downpour makes updates in another way"):
+    with pytest.raises(ValueError, match="the task has its own optimizer, and downpour makes updates in another way"):
         trained(rainband.Downpour(), tmp_path, 2, optimizer=lambda params: torch.optim.SGD(params, 0.1))
     with pytest.raises(ValueError, match="a scheduler needs the task's own optimizer"):
         trained(Sync(), tmp_path, 2, scheduler=lambda optimizer: None)

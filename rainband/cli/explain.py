@@ -121,7 +121,16 @@ def _strategy(name: str) -> dict[str, Any]:
         "text": text,
         "file": inspect.getsourcefile(cls) or "",
         "settings": [_setting(setting) for setting in settings],
+        "options": _required_options(cls),
     }
+
+
+def _required_options(cls: type[Strategy]) -> str:
+    """Return the options without which a strategy cannot run."""
+    try:
+        return "--stages 2" if cls().requires.stages is not None else ""
+    except (TypeError, ValueError):  # it requires settings
+        return ""
 
 
 def _algorithm(name: str) -> dict[str, Any]:
@@ -303,7 +312,7 @@ def _one(fact: dict[str, Any], width: int) -> list[str]:
     return [
         *about,
         *_wrapped("Expect:  ", fact.get("expected", ()), width),
-        f"Use it:  rainband train {_usage(fact)} {example}".rstrip(),
+        "Use it:  " + " ".join(filter(None, ("rainband train", _usage(fact), example, fact.get("options")))),
         f"Read it: {fact['file']}",
     ]
 

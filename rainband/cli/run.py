@@ -32,7 +32,7 @@ IN_THE_SCRIPT = {
 def register(app: typer.Typer) -> None:
     # What follows the script is the script's own, whatever it looks like.
     after_the_script = {"allow_interspersed_args": False, "ignore_unknown_options": True}
-    command = with_run_options(run, LEFT_OUT)
+    command = with_run_options(run, LEFT_OUT, {"checkpoint_every": "5m"})
     app.command("run", cls=GroupedCommand, epilog=EXIT_CODES, context_settings=after_the_script)(command)
 
 

@@ -30,7 +30,7 @@ from rainband.strategy import Requirements, Strategy, Worker
 class AllReduce(OptimizerSettings, Strategy):
     """Synchronous SGD by an all-reduce algorithm."""
 
-    algorithm: str = "auto"  # auto, direct, ring, recursive_doubling, halving_doubling, double_tree, ring_2d, two_level
+    algorithm: str = "auto"  # auto, or an all-reduce algorithm that rainband explain lists, such as ring
 
     def __post_init__(self) -> None:
         super().__post_init__()

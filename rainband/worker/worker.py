@@ -19,6 +19,7 @@ from rainband.model.gradient import Gradient
 from rainband.model.loss_parts import LossParts, states_weight, try_parts, weight_of
 from rainband.model.model_vector import ModelVector
 from rainband.model.seeds import seed_global_generators
+from rainband.plugins import typed_name
 from rainband.protocol.accepted_set import AcceptedSet
 from rainband.protocol.accounting import NO_WEIGHT, SkipReasons
 from rainband.protocol.data_plan import PushId, num_batches
@@ -374,7 +375,7 @@ def check_optimizer(task: Task, strategy: Strategy) -> None:
     in_place = requires.shared_memory and not requires.in_pairs
     if own_optimizer(task) is not None and (requires.optimizer != "workers" or in_place):
         raise ValueError(
-            f"the task has its own optimizer, and {type(strategy).__name__} makes updates in another way: use sync or "
+            f"the task has its own optimizer, and {typed_name(strategy)} makes updates in another way: use sync or "
             "single, where workers step with it, or omit the task's optimizer."
         )
 

@@ -10,7 +10,15 @@ import typer
 
 from rainband.cli.options import GroupedCommand, Json, Run, Verbose, with_run_options
 from rainband.cli.report_errors import EXIT_CODES, report_errors
-from rainband.options import RayOptions, RunOptions, SimulationOptions, StageOptions
+from rainband.options import (
+    NodeOptions,
+    ProcessOptions,
+    RayOptions,
+    RunOptions,
+    SharedBatchOptions,
+    SimulationOptions,
+    StageOptions,
+)
 
 if TYPE_CHECKING:
     from rainband.checkpoints.read import Checkpoint
@@ -25,8 +33,17 @@ LEFT_OUT = {
 }
 
 
+# Of these, the options of the earlier run are used.
+KEPT = (
+    *(*NodeOptions.__annotations__, *ProcessOptions.__annotations__, *SharedBatchOptions.__annotations__),
+    *("epochs", "eval_every_s", "keep", "checkpoints"),
+)
+
+
 def register(app: typer.Typer) -> None:
-    app.command("resume", cls=GroupedCommand, epilog=EXIT_CODES)(with_run_options(resume, LEFT_OUT))
+    defaults = {**dict.fromkeys(KEPT, "as before"), "checkpoint_every": "as before, or 5m"}
+    command = with_run_options(resume, LEFT_OUT, defaults)
+    app.command("resume", cls=GroupedCommand, epilog=EXIT_CODES)(command)
 
 
 def resume(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, get_origin
 
 import typer
@@ -112,9 +113,19 @@ class GroupedCommand(ExampleCommand):
         return super().parse_args(ctx, args)
 
 
-def with_run_options(command: Callable[..., None], leave_out: Collection[str] = ()) -> Callable[..., None]:
-    """Return `command(..., options: RunOptions)` as a function from whose signature typer reads every option."""
-    return with_options(command, RunOptions, [one for one in declared().values() if one.name not in leave_out])
+def with_run_options(
+    command: Callable[..., None], leave_out: Collection[str] = (), defaults: Mapping[str, str] = MappingProxyType({})
+) -> Callable[..., None]:
+    """Return `command(..., options: RunOptions)` as a function from whose signature typer reads every option.
+
+    `defaults` are the words for those of this command, where they are not the declared ones.
+    """
+    shown = [
+        one._replace(option=one.option._replace(default=defaults.get(one.name, one.option.default)))
+        for one in declared().values()
+        if one.name not in leave_out
+    ]
+    return with_options(command, RunOptions, shown)
 
 
 def with_options(

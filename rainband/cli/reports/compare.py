@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 GROUP = "Comparison"
 LEFT_OUT = (
     *("target", "workers", "seed", "config", "resume", "force"),
-    *("dashboard", "csv", "tensorboard", "listen", "advertise"),
+    *("dashboard", "csv", "tensorboard", "listen", "advertise", "min_workers"),
 )
 EVAL_EVERY_S = {"sim": 0.05}  # unless --eval-every says otherwise: the time to a target is read at evaluations
 REAL_EVAL_EVERY_S = 0.5

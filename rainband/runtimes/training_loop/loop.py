@@ -26,6 +26,7 @@ from rainband.model.flat_parameters import Flat
 from rainband.model.gradient import Gradient
 from rainband.model.optimizer_state import put_state, settings_of, spec_of, state_of
 from rainband.model.save import save_model, saving
+from rainband.plugins import typed_name
 from rainband.protocol.accounting import NOT_FINITE
 from rainband.protocol.messages import (
     CheckpointRequest,
@@ -300,7 +301,7 @@ class TrainingLoop(OfSharedBatches):
     def _overwritten(self, name: str) -> str:
         return (
             f"the training loop has changed the parameter {name} itself (outside optimizer.step()). With "
-            f"{self._name.lower()} the servers hold the parameters, and their values overwrite the change."
+            f"{self._name} the servers hold the parameters, and their values overwrite the change."
         )
 
     def _settle_open_batches(self) -> None:
@@ -521,7 +522,7 @@ class TrainingLoop(OfSharedBatches):
 
     @property
     def _name(self) -> str:
-        return type(self.strategy).__name__
+        return typed_name(self.strategy)
 
 
 def is_normal_exit(error: BaseException | None) -> bool:

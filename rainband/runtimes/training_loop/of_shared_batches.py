@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
+from rainband.plugins import typed_name
 from rainband.strategy import Strategy
 
 TAKEN_OVER = (
@@ -71,8 +72,7 @@ class OfSharedBatches:
         self._refuse("run.mean(...): workers are not at the same place of the loop")
 
     def _refuse(self, why: str) -> NoReturn:
-        name = type(self.strategy).__name__
         raise ValueError(
-            f"{why}. It works if workers share each batch, which they do not with {name}: omit --strategy, or use "
-            "run.batches(dataset, batch_size=...) and rainband.rank()."
+            f"{why}. It works if workers share each batch, which they do not with {typed_name(self.strategy)}: omit "
+            "--strategy, or use run.batches(dataset, batch_size=...) and rainband.rank()."
         )

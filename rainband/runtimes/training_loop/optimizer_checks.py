@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from rainband.model.block_optimizer import blockwise_obstacle
 from rainband.model.optimizer_state import settings_of, spec_of
-from rainband.plugins import find_strategy, strategy_names
+from rainband.plugins import find_strategy, strategy_names, typed_name
 from rainband.protocol.optimizer_spec import TAKERS, OptimizerSpec
 from rainband.runtimes.advice import warnings_for
 from rainband.runtimes.configure import check_custom_loop
@@ -46,7 +46,7 @@ def check(model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy,
             "not shared between workers. If another optimizer trains them: rainband.join(model, [first, second]).",
             stacklevel=5,
         )
-    check_custom_loop(type(strategy).__name__.lower(), strategy.requires)
+    check_custom_loop(typed_name(strategy), strategy.requires)
     if not takes_any_optimizer(strategy):
         _check_optimizer(spec_of(optimizers), optimizers, strategy, importable)
 
@@ -54,7 +54,7 @@ def check(model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy,
 def _check_optimizer(
     spec: OptimizerSpec, optimizers: Sequence[Optimizer], strategy: Strategy, importable: Sequence[str]
 ) -> None:
-    kind, name = type(optimizers[0]), type(strategy).__name__.lower()
+    kind, name = type(optimizers[0]), typed_name(strategy)
     reason = blockwise_obstacle(kind, settings_of(optimizers)[0])
     if reason:
         raise ValueError(
