@@ -302,13 +302,13 @@ def test_a_strategy_without_advice_is_refused_with_what_is_missing(tmp_path: Pat
         strategy_table().table(tmp_path)
 
 
-def the_new_strategy() -> str:
-    return blocks(ROOT / "docs" / "guides" / "add_strategy.md", "python")[0]
+def the_new_strategy(having: str = "class StalenessAware") -> str:
+    return next(block for block in blocks(ROOT / "docs" / "guides" / "add_strategy.md", "python") if having in block)
 
 
-def imported(name: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def imported(name: str, file: Path, monkeypatch: pytest.MonkeyPatch, having: str = "class StalenessAware") -> Any:
     """Import the page's strategy from a file, under a name."""
-    file.write_text(the_new_strategy())
+    file.write_text(the_new_strategy(having))
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -335,7 +335,7 @@ def test_the_test_of_a_rule_on_the_page_passes(tmp_path: Path, monkeypatch: pyte
 
     ideas = imported("ideas", tmp_path / "ideas.py", monkeypatch)
     names = {**vars(test_rules), **vars(ideas)}
-    exec(blocks(ROOT / "docs" / "guides" / "add_strategy.md", "python")[-1], names)
+    exec(the_new_strategy("def test_a_gradient_is_divided"), names)
     names["test_a_gradient_is_divided_by_its_staleness"]()
 
 
@@ -376,6 +376,72 @@ def test_the_strategy_on_the_page_refuses_wrong_values(tmp_path: Path, monkeypat
             ideas.StalenessAware(**wrong)
 
 
+def test_the_strategy_without_servers_ends_with_the_moving_average_of_the_means(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the lines of the page: with means of 4, 6 and 10 and a decay of 0.5, the average ends at 7.5."""
+    import asyncio
+
+    import torch
+
+    from rainband.model.model_vector import ModelVector
+
+    moving = imported("moving", tmp_path / "moving.py", monkeypatch, "class MovingMean")
+    means = [ModelVector([torch.tensor([value])]) for value in (4.0, 6.0, 10.0)]
+    worker = FakeWorker(means)
+    asyncio.run(moving.MovingMean(period=2, decay=0.5).run(worker))
+    assert [vector.tensors[0].item() for vector in worker.replaced] == [4.0, 6.0, 7.5]
+
+
+class FakeWorker:
+    """A worker that is its own models, parameters and optimizer; each round has one of the given means."""
+
+    def __init__(self, means: list[Any]) -> None:
+        self.means = means
+        self.models = self.params = self
+        self.shared: dict[str, Any] = {}
+        self.replaced: list[Any] = []
+
+    def optimizer(self, spec: Any, schedule: Any) -> FakeWorker:
+        return self
+
+    async def begin(self) -> bool:
+        return bool(self.means)
+
+    def batches(self, number: int) -> range:
+        return range(number)
+
+    async def gradient(self, batch: int) -> int:
+        return batch
+
+    def step(self, gradient: int) -> None:
+        assert gradient in (0, 1)
+
+    async def mean(self) -> Any:
+        return self.means.pop(0)
+
+    @property
+    def is_last(self) -> bool:
+        return not self.means
+
+    def replace(self, vector: Any) -> None:
+        self.replaced.append(vector)
+
+
+def test_the_strategy_without_servers_passes_the_contract_tests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rainband import plugins
+    from tests.contract import test_strategies as contract
+
+    name, names = "moving_mean", plugins.strategy_names()
+    imported(f"rainband.strategies.{name}", tmp_path / f"{name}.py", monkeypatch, "class MovingMean")
+    monkeypatch.setattr(plugins, "names_of", lambda family: [*names, name])
+    tests = [test for key, test in vars(contract).items() if key.startswith("test_")]
+    assert sum(call_for_strategy(test, name, "averaging") for test in tests) >= 4
+    assert strategy_table().row(tmp_path / f"{name}.py").startswith(f"| `{name}` |")
+
+
 def test_the_strategy_on_the_page_passes_the_contract_tests_when_its_file_is_moved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -398,10 +464,13 @@ def test_the_strategy_on_the_page_passes_the_contract_tests_when_its_file_is_mov
     assert subprocess.run([sys.executable, "-c", script], cwd=tmp_path).returncode == 0
 
 
-def call_for_strategy(test: Any, name: str) -> int:
-    """Call a test that has a strategy's name as a parameter, with each value of its others; return the calls."""
+def call_for_strategy(test: Any, name: str, like: str = "") -> int:
+    """Call a test that has a strategy's name as a parameter, with each value of its others; return the calls.
+
+    `like`: only those that are for this strategy, too.
+    """
     parameters = {mark.args[0]: mark.args[1] for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"}
-    if "name" not in parameters:
+    if "name" not in parameters or (like and like not in parameters["name"]):
         return 0
     calls = [
         dict(zip(parameters, values, strict=True)) for values in product(*({**parameters, "name": [name]}.values()))
