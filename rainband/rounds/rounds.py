@@ -53,7 +53,7 @@ class RoundExchange:
 
     @property
     def is_first(self) -> bool:
-        return min(self.view.members, key=lambda member: (member.since, member.rank)).rank == self.rank
+        return self.view.first == self.rank
 
     @property
     def drifted(self) -> int:

@@ -62,6 +62,11 @@ class RoundView(msgspec.Struct, frozen=True, array_like=True):
         return RoundId(self.epoch, self.batch)
 
     @property
+    def first(self) -> int:
+        """Return the rank of the member that has served longest: it does what one member does for all."""
+        return min(self.members, key=lambda member: (member.since, member.rank)).rank
+
+    @property
     def longest_serving(self) -> int:
         """Return the rank of the member that has served longest, of those in this epoch."""
         return min(self.members, key=lambda member: (not member.active, member.since, member.rank)).rank

@@ -119,8 +119,7 @@ class WorkerRounds:
     @property
     def is_first(self) -> bool:
         """Return True on exactly one member: the longest-serving one."""
-        members = self.member.view.members
-        return min(members, key=lambda member: (member.since, member.rank)).rank == self.member.rank
+        return self.member.view.first == self.member.rank
 
     def close(self) -> None:
         """Count the batches of the open round, if this worker has its mean."""

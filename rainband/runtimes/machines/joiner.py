@@ -10,13 +10,9 @@ from __future__ import annotations
 import platform
 import random
 import secrets
-import signal
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -56,6 +52,7 @@ from rainband.runtimes.processes.entries import (
     modules_of_workers,
 )
 from rainband.runtimes.processes.zygote import Exited, SpawnFailed, Zygote
+from rainband.runtimes.stop_signals import stop_signals
 from rainband.transports.connect import connect, is_here
 from rainband.transports.connection import Connection
 from rainband.transports.hub import Hub
@@ -140,7 +137,7 @@ class Joiner:
         self.zygote = Zygote.start(SERVERS_NEED if self.options.servers else ("torch", *WORKERS_NEED[1:]))
         try:
             self.hub.watch(self.zygote.fileno(), self._children)
-            with self._signals():
+            with stop_signals(self._interrupted):
                 self._connect_first()
                 while self._goes_on():
                     if self.relay is not None:
@@ -352,20 +349,6 @@ class Joiner:
         self.say("leaving: the workers finish their current batches; press Ctrl-C again to end now.")
         self.hub.send(COORDINATOR, Leave())
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
+    def _interrupted(self, number: int) -> None:
         """Leave cleanly after the first Ctrl-C, SIGTERM or SIGHUP, and at once after the second."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def note(number: int, frame: FrameType | None) -> None:
-            self.interrupts += 1
-
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = {number: signal.signal(number, note) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        self.interrupts += 1

@@ -10,12 +10,11 @@ import os
 import platform
 import signal
 import socket
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import msgspec
@@ -48,6 +47,7 @@ from rainband.runtimes.processes.zygote import Exited, SpawnFailed, Starter, Zyg
 from rainband.runtimes.run import MODEL_FILE, Run, View
 from rainband.runtimes.run import RunResult as RunResult
 from rainband.runtimes.run_directory import OutputLog, calendar_time
+from rainband.runtimes.stop_signals import stop_signals
 from rainband.strategy import Strategy
 from rainband.transports.auth import new_run_id, new_secret, role_keys
 from rainband.transports.collectives.memory import GroupMemory
@@ -412,38 +412,22 @@ class Launcher(Run):
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Stop cleanly after the first Ctrl-C, SIGTERM or SIGHUP, and at once after the second.
-
-        Python delivers signals to the main thread only; in another thread the run is not interrupted.
-        """
+        """Stop cleanly after the first Ctrl-C, SIGTERM or SIGHUP, and at once after the second."""
         self.signal = 0
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        theirs.setblocking(False)
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-        def note(number: int, frame: FrameType | None) -> None:
+        def note(number: int) -> None:
             self.stop_soon()
             self.signal = number
 
-        before = {number: signal.signal(number, note) for number in numbers}
-        old_fd = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-
-        def awake() -> None:
-            ours.recv(64)
-
-        self.hub.watch(ours.fileno(), awake)
-        try:
+        with stop_signals(note) as are_noted, ExitStack() as ended:
+            if are_noted:
+                ours, theirs = socket.socketpair()
+                for end in (ours, theirs):
+                    ended.callback(end.close)
+                    end.setblocking(False)
+                ended.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False))
+                self.hub.watch(ours.fileno(), partial(_discard, ours))
             yield
-        finally:
-            signal.set_wakeup_fd(old_fd)
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            ours.close()
-            theirs.close()
 
     def _result(self) -> RunResult:
         self.host.send([])  # the last events
@@ -493,3 +477,7 @@ def is_stopped(pid: int) -> bool:
         except OSError:
             continue  # the thread has ended
     return states <= STOPPED
+
+
+def _discard(sock: socket.socket) -> None:
+    sock.recv(64)

@@ -71,7 +71,6 @@ class Host:
         return bool(self.node) and self.unanswered > PULSES
 
 
-# size: the actors of all processes, with the reserved places, heartbeats and events of all
 class ActorStarter:
     """Has actors start processes, each in its place in the cluster."""
 

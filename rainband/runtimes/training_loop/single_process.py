@@ -16,7 +16,6 @@ from rainband.runtimes.training_loop.passes import Passes
 from rainband.runtimes.training_loop.split.orders import OneOrder, PassNumbers, ShuffledOrder
 
 
-# size: it has all methods of the loops that it stands for
 class SingleProcessLoop:
     """Has the methods of a TrainingLoop, and leaves model and optimizer unchanged."""
 

@@ -68,7 +68,7 @@ class Plan(NamedTuple):
     call: int  # hash of the operation, its size and its dtype, which must be the same on all ranks
 
 
-# size: Group has the 15 operations that a caller uses; the rest are rounds, waiting and plans
+# size: Group has the operations that a caller uses; the rest are rounds, waiting and plans
 class SharedGroup(Group):
     """One rank of a group in shared memory."""
 

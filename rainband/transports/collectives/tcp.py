@@ -57,7 +57,7 @@ class MessagePlan(NamedTuple):
     add: Callable[[Any, memoryview], None]
 
 
-# size: Group has the 15 operations that a caller uses; the rest are rounds, losses, sending and receiving
+# size: Group has the operations that a caller uses; the rest are rounds, losses, sending and receiving
 class TcpGroup(Group):
     """One rank of a group that is connected by TCP."""
 

@@ -41,7 +41,6 @@ from rainband.runtimes.training_loop.step_hooks import unwrapped
 MakeExchange = Callable[[LoopState, list[Tensor]], Exchange]  # the tensors tell shapes and dtypes
 
 
-# size: users call most of its methods on `run`
 class SplitLoop:
     """The training loop of one worker that shares each batch: the `run` of `with rainband.join(...) as run`."""
 
