@@ -86,6 +86,8 @@ def fit(
     from rainband.views.sinks import chosen_sinks
 
     chosen: RunOptions = {**_range_of(workers), "servers": servers, **options}
+    if on_event is not None and not callable(on_event):
+        raise OptionError(f"on_event={on_event!r}: must be a function that takes an event, such as print.")
     file = options.get("config")
     base, task, made = _new(task, strategy) if file is None else _repeated(file, task, strategy)
     _check_names(options, made)

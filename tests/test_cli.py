@@ -588,6 +588,19 @@ def test_a_file_that_cannot_be_read_is_reported_with_its_option(words: tuple[str
     assert f"{words[2]} nope.json: cannot read it (No such file or directory)." in said.err
 
 
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (("train", "digits", "--workers", "2.5"), "rainband: --workers 2.5: must be a whole number.\n"),
+        (("train", "digits", "--eval-every=soon"), "rainband: --eval-every soon: must be a number.\n"),
+        (("fuzz", "1", "--trace", "--nope"), "No such option: --nope"),
+    ],
+)
+def test_a_text_in_place_of_a_number_is_refused_in_one_line(words: tuple[str, ...], says: str) -> None:
+    said = Said(*words)
+    assert said.exit_code == 2 and says in said.err
+
+
 # ---- explain ----
 
 

@@ -139,6 +139,7 @@ def test_python_and_the_command_line_refuse_the_same_each_in_its_words(
         ),
         ({"epochs": "3"}, 'epochs="3": must be a whole number'),
         ({"eval_every_s": "5"}, 'eval_every_s="5": must be a number'),
+        ({"on_event": 3}, "on_event=3: must be a function that takes an event"),
         ({"csv": "yes"}, 'csv="yes": must be True or False'),
         ({"network": 3}, "network=3: must be text"),
         ({"placement": {}}, "placement={}: must be the path of a file"),

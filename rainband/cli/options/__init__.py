@@ -26,6 +26,10 @@ RENAMED = {
 RENAMED_COMMANDS = {"simtest": "fuzz", "plan": "placement"}
 MAX_SUMMARY = 1000  # characters in the list of commands: no sentence is longer
 OUTPUT = "Output"  # the group of --json and --verbose
+NUMBERS: dict[str, tuple[Callable[[str], object], str]] = {
+    "int": (int, "a whole number"),
+    "float": (float, "a number"),
+}  # how a text is read, and what is expected
 
 Json = Annotated[
     bool,
@@ -89,16 +93,33 @@ class ExampleCommand(TyperCommand):
                 formatter.write_dl(records)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words = list(args)
         try:
             return super().parse_args(ctx, args)
         except typer.BadParameter as error:
             if type(error) is typer.BadParameter:
+                refuse_text(words, self.get_params(ctx))
                 raise
             # It is click's MissingParameter, which typer does not export.
             required = [str(param.metavar) for param in self.get_params(ctx) if param.required]
             lines = map(str.strip, (self.help or "").splitlines())
             example = next(line for line in lines if line.startswith("rainband "))
             give_up(f"{ctx.command_path} requires {' and '.join(required)}, such as {example}", USAGE)
+
+
+def refuse_text(words: list[str], params: Iterable[Any]) -> None:
+    """End with the option that was given a text in place of a number, if there is one."""
+    kinds = {
+        flag: NUMBERS[param.bare_type()] for param in params if param.bare_type() in NUMBERS for flag in param.opts
+    }
+    for word, next_word in zip(words, [*words[1:], ""], strict=True):
+        flag, sign, value = word.partition("=")
+        value = value if sign else next_word
+        make, expected = kinds.get(flag, (str, ""))
+        try:
+            make(value)
+        except ValueError:
+            give_up(f"{flag} {value}: must be {expected}.", USAGE)
 
 
 class GroupedCommand(ExampleCommand):
