@@ -188,19 +188,24 @@ def described(dataset: Any, batch_size: int, epochs: int, arguments: dict[str, A
             f"{type(dataset).__name__} has no length, so its samples cannot be distributed: use a map-style dataset "
             "(with __len__ and __getitem__), or iterate over your own loader inside rainband.join."
         )
-    if not len(dataset):
-        raise ValueError("the dataset is empty: it must have at least one sample.")
-    if not isinstance(batch_size, int) or batch_size < 1:
-        raise ValueError(f"batch_size={batch_size} must be an integer, 1 or more.")
     drop_last = bool(arguments.get("drop_last"))
-    if drop_last and len(dataset) < batch_size:
-        raise ValueError(f"drop_last=True leaves no batch of {batch_size}, as the dataset has {len(dataset)} samples.")
+    check_sizes(dataset, batch_size, drop_last)
     for name in ("batch_sampler", "sampler", "shuffle"):
         if arguments.get(name) and not (name == "shuffle" and arguments[name] is True):
             raise ValueError(f"{name} is decided by the run, which shuffles and distributes the data: omit it.")
     if arguments.get("shuffle") is False:
         raise ValueError("shuffle=False is not supported, because workers draw batches in any order: omit it.")
     return Dataset(fingerprint_of(dataset, arguments.get("collate_fn")), len(dataset), batch_size, epochs, drop_last)
+
+
+def check_sizes(dataset: Any, batch_size: int, drop_last: bool) -> None:
+    """Raise ValueError if no batch of this size can be made of the dataset."""
+    if not len(dataset):
+        raise ValueError("the dataset is empty: it must have at least one sample.")
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"batch_size={batch_size} must be an integer, 1 or more.")
+    if drop_last and len(dataset) < batch_size:
+        raise ValueError(f"drop_last=True leaves no batch of {batch_size}, as the dataset has {len(dataset)} samples.")
 
 
 def fingerprint_of(dataset: Any, collate: Any) -> str:

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from rainband.rounds.cut import MIN_SAMPLES
 from rainband.rounds.exchange import Part
+from rainband.runtimes.training_loop.batches import check_sizes
 from rainband.runtimes.training_loop.of_shared_batches import arguments_of
 from rainband.runtimes.training_loop.script_random import CommonRandom
 from rainband.runtimes.training_loop.split.orders import BatchOrder, SamplerOrder, ShuffledOrder, StreamOrder
@@ -196,12 +197,7 @@ def batches_of_dataset(
             f"{type(dataset).__name__} has no length: make a DataLoader of it, and iterate over "
             "run.loader(loader), where every worker reads the whole stream and keeps its part of each batch."
         )
-    if not len(dataset):
-        raise ValueError("the dataset is empty: it must have at least one sample.")
-    if not isinstance(batch_size, int) or batch_size < 1:
-        raise ValueError(f"batch_size={batch_size} must be an integer, 1 or more.")
-    if drop_last and len(dataset) < batch_size:
-        raise ValueError(f"drop_last=True leaves no batch of {batch_size}, as the dataset has {len(dataset)} samples.")
+    check_sizes(dataset, batch_size, drop_last)
     order: SamplerOrder | ShuffledOrder = ShuffledOrder(len(dataset), batch_size, seed, drop_last)
     if not shuffle or arguments.get("sampler") is not None or arguments.get("batch_sampler") is not None:
         drawn = {**arguments, "batch_size": batch_size, "drop_last": drop_last}
