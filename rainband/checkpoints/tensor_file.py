@@ -66,6 +66,8 @@ def encoded(tensors: Mapping[str, Tensor | bytes], state: str = "") -> tuple[byt
                 f"{name} is a tensor of {tensor.dtype}, which no checkpoint can hold: use one of {', '.join(NAMES)}."
             )
         else:
+            from rainband.model.containers import bytes_of  # which imports torch
+
             dtype, shape, body = NAMES[str(tensor.dtype)], list(tensor.shape), bytes_of(tensor)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + len(body)]}
         hashes[name] = hash_of(body)
@@ -77,13 +79,6 @@ def encoded(tensors: Mapping[str, Tensor | bytes], state: str = "") -> tuple[byt
     if len(text) > MAX_HEADER_BYTES or len(tensors) > MAX_TENSORS:
         raise ValueError(f"a checkpoint file cannot have {len(tensors):,} tensors: write several files.")
     return len(text).to_bytes(8, "little") + text, bodies
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    import torch
-
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 class TensorFile:

@@ -58,3 +58,9 @@ def restored(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(restored(item) for item in value)
     return value
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor's values, in order; a copy if they lie elsewhere, or in another order."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]

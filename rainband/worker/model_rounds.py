@@ -18,6 +18,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from rainband.model.containers import bytes_of
 from rainband.model.model_vector import ModelVector
 from rainband.protocol.accounting import NOT_FINITE
 from rainband.rounds.average import Row
@@ -329,5 +330,5 @@ class ModelState(RoundState):
             tensors = value.tensors if isinstance(value, ModelVector) else [torch.tensor(value, dtype=torch.float64)]
             digest.update(key.encode())
             for tensor in tensors:
-                digest.update(memoryview(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
+                digest.update(bytes_of(tensor))
         return (digest.intdigest() >> 1) if self.rounds.shared else 0

@@ -16,7 +16,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from rainband.model.containers import marked, restored
+from rainband.model.containers import bytes_of, marked, restored
 from rainband.model.gradient import Gradient
 from rainband.protocol.accounting import NO_WEIGHT
 from rainband.protocol.data_plan import DataPlan
@@ -352,7 +352,7 @@ class TrainingState(RoundState):
     def fingerprint(self) -> int:
         digest = xxhash.xxh3_64()
         for vector in self.worker.flat.vectors:
-            digest.update(memoryview(vector.detach().cpu().contiguous().view(torch.uint8).numpy()))  # type: ignore[arg-type]
+            digest.update(bytes_of(vector))
         return digest.intdigest() >> 1
 
 

@@ -14,7 +14,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rainband.model.containers import marked, restored
+from rainband.model.containers import bytes_of, marked, restored
 from rainband.runtimes.training_loop.split.tensors import SharedTensors
 
 
@@ -121,7 +121,7 @@ class LoopState:
         """Return a hash of the parameters."""
         digest = xxhash.xxh3_64()
         for parameter in self.tensors.parameters:
-            digest.update(memoryview(parameter.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()))  # type: ignore[arg-type]
+            digest.update(bytes_of(parameter))
         return digest.intdigest() >> 1
 
     def has_changed(self) -> bool:
