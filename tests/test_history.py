@@ -107,7 +107,7 @@ def test_a_lost_worker_counts_as_lost_until_it_returns() -> None:
     lost = running(progress(2, 100), events.Lost(at_s=3.0, node="worker 1", why="killed by signal 9"))
     assert [worker.lost.why if worker.lost else "" for worker in lost.workers()] == ["", "killed by signal 9"]
     lost.absorb(events.Returned(at_s=4.0, node="worker 1"))
-    assert [worker.lost for worker in lost.workers()] == ["", ""]
+    assert [worker.lost for worker in lost.workers()] == [None, None]
 
 
 def test_the_first_error_of_the_users_code_is_the_one_that_counts() -> None:
