@@ -36,12 +36,14 @@ else:
 # ---- what a strategy declares ---------------------------------------------------------------------------------------
 
 
+# size: one field for each fact
 @dataclass(frozen=True)
 class Requirements:
     """The facts that a run must know about a strategy before it starts. Options are checked against it."""
 
     servers: bool = True  # parameter servers hold the parameters, and server() describes what they do
     max_replicas: int | None = None  # replicas of the model; 1: one process (single); None: any number
+    tree_arity: int = 0  # children of each server in a tree of servers, of which the root has all blocks; 0: no tree
     optimizer: Literal["servers", "workers", "commands"] = "servers"  # where the task's optimizer runs
     waits: Literal["never", "bounded", "rounds"] = "never"  # for other workers: asynchronous, bounded, synchronous
     batches_per_item: int = 1  # batches of one work item, whose gradients are summed into one push
@@ -330,6 +332,9 @@ class Servers(Protocol):
 
         `ahead`: work items that are computed but not pushed before the one that these parameters are for.
         """
+
+    def refresh(self) -> Awaitable[None]:
+        """Take the parameters that have arrived into `params`, and request newer ones if all have; never wait."""
 
     def exchange(self, gradient: Gradient) -> Awaitable[bool]:
         """Push, then pull the result; `params` may change until it is awaited."""

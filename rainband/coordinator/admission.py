@@ -215,7 +215,12 @@ class Admission:
         earlier = (w.connected and w.peer.index < first for w in state.workers.values())
         restores = state.settings.restore is not None  # then the servers have the values
         founder = state.phase is Phase.LOADING and not any(earlier) and not restores
-        welcome = msgspec.structs.replace(state.welcome, load=founder, replica_addresses=state.addresses(sender.index))
+        welcome = msgspec.structs.replace(
+            state.welcome,
+            load=founder,
+            replica_addresses=state.addresses(sender.index),
+            via=state.settings.via(sender.index),
+        )
         return [
             CoordinatorOutput(sender, welcome, self.buffers.replacement(sender, sender.index - first)),
             *([CoordinatorOutput(sender, Go())] if state.phase is Phase.RUNNING else []),

@@ -64,6 +64,7 @@ class Coordinator:
     def __init__(self, settings: RunSettings, strategy: Strategy | None = None, journal: Journal | None = None) -> None:
         """`journal`: of a coordinator that this one replaces."""
         requires = Requirements() if strategy is None else strategy.requires
+        settings = msgspec.structs.replace(settings, tree_arity=requires.tree_arity)
         self.state = state = RunState(settings)
         self.in_rounds = requires.in_rounds  # each worker can report what all together have done
         self.reporting = Reporting(state)

@@ -345,9 +345,11 @@ class Liveness:
         server = state.servers.pop(peer.index)
         state.events.append(events.Lost(at_s=now, node=str(peer), why=why))
         held = f"{len(server.report.blocks)} blocks" if server.report else "its blocks"
-        state.fail(
-            f"{peer} was lost ({why}). It held the only copy of {held}, with {state.batches_done()} batches applied: "
-            "these parameters are lost, and no model was saved.",
-            FailureCause.SERVER_LOST,
+        meaning = (
+            f"It held the only copy of {held}, with {state.batches_done()} batches applied: these parameters are lost, "
+            "and no model was saved."
+            if peer.index < state.settings.num_owners
+            else "It was an inner server of the tree: its workers have no other way to the root; no model was saved."
         )
+        state.fail(f"{peer} was lost ({why}). {meaning}", FailureCause.SERVER_LOST)
         return self.shutdown.over()

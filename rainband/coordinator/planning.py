@@ -10,6 +10,7 @@ from rainband.protocol.data_plan import MAX_PORTION_BATCHES, OPEN_ENDED, DataPla
 from rainband.protocol.layout import Layout, PlacedBlocks, cut, cut_again, dealt, place
 from rainband.protocol.messages import Assign, Dataset, Join, Peer, Planned, Welcome
 from rainband.protocol.saved_state import Restore
+from rainband.server import tree
 
 EQUAL_DATA = "The samples must be equal on all workers: seed the random numbers that make them."
 NO_DATA = Dataset("", 1, 1, 1)  # of custom loops that have not drawn a batch yet
@@ -42,19 +43,29 @@ class Planning:
             self._report(now)
         state.enter(Phase.LOADING if settings.num_servers else Phase.RUNNING)
         return [
-            CoordinatorOutput(
-                state.servers[server].peer,
-                Assign(
-                    state.plan,
-                    placed.of_server(server),
-                    join.layout.groups,
-                    self._num_replicas(join),
-                    optimizer=join.optimizer,
-                    restores=settings.restore is not None,
-                ),
-            )
+            CoordinatorOutput(state.servers[server].peer, self._assignment(server, placed, join))
             for server in range(settings.num_servers)
         ]
+
+    def _assignment(self, server: int, placed: PlacedBlocks, join: Join) -> Assign:
+        """Return the blocks that a server owns, or, of an inner server of a tree, all blocks and its parent."""
+        state = self.state
+        assert state.plan
+        owned = Assign(
+            state.plan,
+            placed.of_server(server),
+            join.layout.groups,
+            self._num_replicas(join),
+            optimizer=join.optimizer,
+            restores=state.settings.restore is not None,
+        )
+        if server < state.settings.num_owners:
+            return owned
+        parent = tree.parent(server, state.settings.tree_arity)
+        address = state.servers[parent].address
+        return msgspec.structs.replace(
+            owned, blocks=placed.blocks, restores=False, parent=parent, parent_address=address
+        )
 
     def _place(self, layout: Layout) -> PlacedBlocks:
         """Return the blocks and their servers: in a run that continues, those that it had, or parts of them."""
@@ -62,11 +73,11 @@ class Planning:
         if not settings.num_servers:
             return PlacedBlocks(cut(layout), ())
         if settings.restore is None:
-            return place(layout, settings.num_servers)
+            return place(layout, settings.num_owners)
         edges: list[list[int]] = [[0] for _ in layout.vectors]
         for saved in settings.restore.blocks:
             edges[saved.vector].append(saved.stop)
-        return dealt(cut_again(layout, edges, settings.num_servers), settings.num_servers)
+        return dealt(cut_again(layout, edges, settings.num_owners), settings.num_owners)
 
     def _num_replicas(self, join: Join) -> int:
         """Return the replicas for which update rules are made: rounds stay those with which the run began."""

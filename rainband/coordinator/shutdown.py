@@ -104,7 +104,12 @@ class RunEnd:
         if state.phase is Phase.LOADING:
             founder = min((w.peer.index for w in left), default=None)
             if founder is not None and state.welcome is not None:
-                again = msgspec.structs.replace(state.welcome, load=True, replica_addresses=state.addresses(founder))
+                again = msgspec.structs.replace(
+                    state.welcome,
+                    load=True,
+                    replica_addresses=state.addresses(founder),
+                    via=state.settings.via(founder),
+                )
                 return [CoordinatorOutput(other.peer, again) for other in state.replica_of(founder)]
         if not left and state.awaits_workers():
             return []

@@ -14,6 +14,7 @@ from rainband.protocol import events
 from rainband.protocol.data_plan import DataPlan
 from rainband.protocol.messages import Address, Dataset, Heartbeat, Join, Message, Peer, Report, Welcome
 from rainband.protocol.saved_state import Restore
+from rainband.server import tree
 
 if TYPE_CHECKING:
     from rainband.coordinator.full_batch import FullBatchRun
@@ -64,6 +65,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     restore: Restore | None = None  # the checkpoint from which the run continues
     target: Target | None = None  # at which the run ends
     min_workers: int = 0  # workers that must have joined before the run begins
+    tree_arity: int = 0  # of a tree of servers, of which the first one has all blocks; 0: there is no tree
     bounded_events: bool = True  # per second; a simulation, whose seconds are virtual, bounds their number itself
 
     @property
@@ -74,6 +76,16 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_replicas(self) -> int:
         return self.num_workers // self.workers_per_replica
+
+    @property
+    def num_owners(self) -> int:
+        """Return the number of servers that own blocks: the first ones."""
+        return min(1, self.num_servers) if self.tree_arity else self.num_servers
+
+    def via(self, worker: int) -> int:
+        """Return the server of a tree that a worker uses; -1: the owners of the blocks."""
+        in_tree = self.tree_arity and self.num_servers
+        return tree.server_of(worker, self.num_servers, self.tree_arity) if in_tree else -1
 
 
 class Phase(StrEnum):

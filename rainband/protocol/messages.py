@@ -94,6 +94,27 @@ class Push(Message, frozen=True, tag=3):
         return ("uint8", self.encoded) if self.encoded else (self.dtype, self.numel)
 
 
+class RelayedMember(msgspec.Struct, frozen=True, array_like=True):
+    """A worker's push inside a sum that inner servers of a tree have made."""
+
+    incarnation: int  # of the worker
+    push: Push
+
+
+class RelayedPush(Message, frozen=True, tag=8):
+    """One block of a sum of gradients, each times its samples, from an inner server to its parent in a tree.
+
+    Of parameters in 16 bits the payload is the mean, because the sum may be too large for them.
+    """
+
+    block: int
+    sequence: int  # the sender's
+    dtype: str
+    numel: int
+    members: tuple[RelayedMember, ...]
+    absent: tuple[int, ...] = ()  # as in a push: of all members
+
+
 class FetchState(Message, frozen=True, tag=4):
     """A worker asks for the state of the servers' optimizers."""
 
@@ -254,6 +275,8 @@ class Assign(Message, frozen=True, tag=61):
     term: int = 1
     optimizer: OptimizerSpec | None = None  # of a custom training loop; None: the strategy's
     restores: bool = False  # the blocks continue from the checkpoint that the configuration names
+    parent: int = -1  # the server above this one in a tree, which then relays these blocks; -1: it owns them
+    parent_address: Address | None = None
 
 
 class Planned(Message, frozen=True, tag=62):
@@ -464,6 +487,7 @@ class Welcome(Message, frozen=True, tag=104):
     blocks: tuple[BlockSpec, ...]
     load: bool = False  # send the servers your parameters: they are the initial values
     replica_addresses: tuple[Address, ...] = ()  # of the workers of its replica, in the order of their machines
+    via: int = -1  # in a tree of servers, the one to which this worker pushes and from which it pulls
 
 
 class Go(Message, frozen=True, tag=105):
@@ -738,7 +762,7 @@ class TunnelOpen(Message, frozen=True, tag=149):
 
 
 AnyMessage = (
-    Hello | InitBlock | Push | Pull | Opened | BlockReady | Ack | Params | ServerJoin | Assign | Ready
+    Hello | InitBlock | Push | RelayedPush | Pull | Opened | BlockReady | Ack | Params | ServerJoin | Assign | Ready
     | Revoke | AcceptedBatches | Forget | ReportRequest | Flush | Report | Join | Welcome | Go | LeaseRequest
     | Lease | Return | Heartbeat | Finish | Halt | Ended | Conclude | Concluded | Failed | Shutdown | FetchState
     | StatePart | TakeSnapshot | Saved | Planned | Dataset | Paused | NoWork | Idle | PullDelayed | AdjustRule

@@ -47,6 +47,18 @@ class Handle:
             yield self
 
 
+class Look(Handle):
+    """A `Look` is a handle that is ready at once, after the runtime has delivered the messages that have arrived."""
+
+    __slots__ = ("looked",)
+
+    def __init__(self) -> None:
+        self.looked = False
+
+    def ready(self) -> bool:
+        return self.looked
+
+
 class Until(Handle):
     """An `Until` is a handle that is ready when a function returns True."""
 

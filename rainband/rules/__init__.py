@@ -10,6 +10,7 @@ from rainband.rules.compensated import Compensated, compensated
 from rainband.rules.rounds import FirstArrivalsOfRound, MeanOfRound
 from rainband.rules.rule import Rule, RuleBlock
 from rainband.rules.sum_gradients import SumGradients
+from rainband.rules.sums import MeanOfArrivals, MeanOfRoundSums
 
 __all__ = [
     "ApplyEvery",
@@ -17,7 +18,9 @@ __all__ = [
     "Clocks",
     "Compensated",
     "FirstArrivalsOfRound",
+    "MeanOfArrivals",
     "MeanOfRound",
+    "MeanOfRoundSums",
     "Rule",
     "RuleBlock",
     "StalenessBound",

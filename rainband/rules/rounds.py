@@ -77,6 +77,7 @@ class MeanOfRound(Rule):
         return block.version >= pull.at_version
 
 
+# size: it inherits every hook of a rule
 class FirstArrivalsOfRound(Rule):
     """Rounds with backup workers: one update with the mean of the first `needed` work items; the others are dropped.
 

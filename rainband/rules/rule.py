@@ -68,6 +68,13 @@ class Rule:
         """Take an accepted push (no gradient: its batches are skipped). The gradient is lent: copy it to keep it."""
         raise NotImplementedError
 
+    def absorb_sum(self, block: RuleBlock, pushes: Sequence[Push], total: Tensor | None, absent: Sequence[int]) -> None:
+        """Take accepted pushes of a tree of servers, whose gradients were added on the way, each times its samples.
+
+        The total may be kept. `absent`: the parameters that have no gradient in any of them.
+        """
+        raise NotImplementedError
+
     def admits(self, block: RuleBlock, pull: Pull, reader: int) -> bool:
         """Return True if this reader may read now."""
         return True

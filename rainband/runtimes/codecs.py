@@ -57,6 +57,8 @@ def _no_codec(requires: Requirements) -> str:
         return "its workers send activations, which must arrive as they are"
     if requires.shared_memory:
         return "its workers write into one memory"
+    if requires.tree_arity:
+        return "its inner servers add gradients, which must arrive as they are"
     if not requires.servers and not requires.in_rounds:
         return "it has one process, which sends nothing"
     return ""

@@ -94,6 +94,8 @@ def configure(
     resolved = resolve(merged, base.strategy, strategy.requires, placement, base)
     size = replica_size(resolved, placement, strategy.requires)
     sim = _sim_settings(base, resolved)
+    if strategy.requires.tree_arity:
+        sim = msgspec.structs.replace(sim, aggregated=False)  # its servers differ: they are simulated one by one
     if resolved.get("runtime") == "sim":
         _check_faults(sim.faults, resolved, base.strategy, strategy.requires, size)
     if not base.script:  # a script brings an optimizer of its own, which is checked when the script joins

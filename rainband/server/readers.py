@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
@@ -12,6 +12,7 @@ from rainband.protocol.messages import Message, Params, Peer, Pull, PullDelayed
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rainband.protocol.parameter_buffers import ParameterBuffer
     from rainband.server.block import Block
 
 
@@ -21,6 +22,13 @@ class ServerOutput(NamedTuple):
     to: Peer
     message: Message
     read: bool = False
+
+
+class ReadableBlock(Protocol):
+    """A block of which readers see a published version."""
+
+    version: int
+    buffer: ParameterBuffer
 
 
 class Readers:

@@ -35,6 +35,7 @@ from rainband.protocol.messages import (
     Push,
     PushResult,
     Ready,
+    RelayedPush,
     Report,
     ReportRequest,
     Revoke,
@@ -49,7 +50,8 @@ from rainband.protocol.saved_state import SavedBlock, SavedCommands
 from rainband.server.block import Block
 from rainband.server.commands import CommandExecutor
 from rainband.server.progress_report import ProgressReport
-from rainband.server.readers import Readers, ServerOutput
+from rainband.server.readers import ReadableBlock, Readers, ServerOutput
+from rainband.server.relay import Relay, samples_of
 from rainband.server.snapshots import Snapshots, restore
 from rainband.server.validation import PushValidator
 from rainband.strategy import ServerPart
@@ -63,6 +65,7 @@ DONE_WITH = frozenset(r for r in PushResult if r <= PushResult.LATE)  # the send
 Publish = Callable[[Sequence[BlockSpec], int], list[ParameterBuffer]]  # (blocks, tensors per block) -> buffers
 
 
+# size: a method for each kind of message
 class Server:
     """Owns blocks: accepts pushes, answers pulls, and follows the coordinator."""
 
@@ -88,6 +91,7 @@ class Server:
         self.adjusted = 0  # the number of the last AdjustRule that was followed
         self.chooses_rounds = False  # block 0 chooses the work items of each round
         self.snapshots = Snapshots(self.blocks)  # copies for checkpoints, which the runtime writes
+        self.relay: Relay | None = None  # of an inner server of a tree, which owns no blocks
 
     @property
     def updates(self) -> int:
@@ -99,8 +103,12 @@ class Server:
         if self.observer is not None:
             self.observer.receiving(message)
         match message:
+            case _ if self.relay is not None and sender.role != "coordinator":
+                outs = self.relay.receive(sender, message, payload)
             case Push():
                 outs = self._push(sender, message, payload)
+            case RelayedPush():
+                outs = self._push_sum(sender, message, payload)
             case Pull():
                 outs = self.readers.pull(sender, message)
             case InitBlock():
@@ -147,7 +155,7 @@ class Server:
 
     def lost(self, peer: Peer) -> None:
         """Forget a peer whose connection is closed."""
-        self.readers.lost(peer)
+        (self.relay or self.readers).lost(peer)
 
     def report(self, flushed: bool = False, measured: bool = True) -> Report:
         """Return the accounting of all blocks; `measured`: with measurements, which take longer."""
@@ -173,6 +181,37 @@ class Server:
             block.rule.tick(block, push.worker, push.clock)
         if push.want:
             self.readers.wait(block, sender, Pull(push.sequence, push.clock, push.at_version))
+        outs += self._after_push(block)
+        if self.commands is not None and result == ACCEPTED:
+            outs += [ServerOutput(COORDINATOR, message) for message in self.commands.evaluated()]
+        return outs
+
+    def _push_sum(self, sender: Peer, message: RelayedPush, payload: Tensor | None) -> list[ServerOutput]:
+        """Take a sum of gradients from an inner server of a tree: all of it, or nothing."""
+        block = self.blocks.get(message.block)
+        if block is None:
+            ack = Ack(message.block, message.sequence, PushResult.WRONG_SERVER, self.term, 0, reason="not my block")
+            return [ServerOutput(sender, ack)]
+        result, reason, total = self.validator.check_sum(sender, block, message, payload, self.term)
+        pushes = [member.push for member in message.members]
+        if result == ACCEPTED:
+            for member in message.members:
+                self._note_accepted(Peer("worker", member.push.worker, member.incarnation), block, member.push)
+            if total is not None:  # of 16 bits it is the mean
+                weight = 1 if block.parameters.dtype == block.parameters.working_dtype else samples_of(message.members)
+                total = total * weight
+            before = block.version
+            block.rule.absorb_sum(block, pushes, total, message.absent)
+            self.progress.updates += block.version - before
+        if result == ACCEPTED or len(pushes) == 1:  # otherwise each of them is sent by itself
+            for push in pushes:
+                self._count(push, result)
+        ack = Ack(message.block, message.sequence, result, self.term, block.version, reason=reason)
+        return [ServerOutput(sender, ack), *self._after_push(block)]
+
+    def _after_push(self, block: Block) -> list[ServerOutput]:
+        """Return what follows from a push: replies to readers that waited for it, and reports."""
+        outs: list[ServerOutput] = []
         if block.waiting:
             outs += self.readers.admit(block)
         if self.snapshots.current is not None:
@@ -181,8 +220,6 @@ class Server:
             outs += self._choose_rounds(block)
         if self.progress.unreported:
             outs += self._report_progress(block)
-        if self.commands is not None and result == ACCEPTED:
-            outs += [ServerOutput(COORDINATOR, message) for message in self.commands.evaluated()]
         return outs
 
     def _count(self, push: Push, result: PushResult) -> None:
@@ -196,6 +233,14 @@ class Server:
             block.accounting.last_untracked[sender.index, sender.incarnation] = push.sequence
             block.apply_residual(gradient, push)
             return
+        self._note_accepted(sender, block, push)
+        before = block.version
+        block.rule.absorb(block, push, gradient)
+        self.progress.updates += block.version - before
+        if block.accounting.dropped:
+            self.progress.accept_dropped(block)
+
+    def _note_accepted(self, sender: Peer, block: Block, push: Push) -> None:
         if push.push_id:
             self.progress.accept(block, push.push_id)
             if self.commands is not None and block is next(iter(self.blocks.values())):
@@ -204,11 +249,6 @@ class Server:
             block.accounting.last_untracked[sender.index, sender.incarnation] = push.sequence
         if push.skip:
             block.accounting.skip(push.push_id, push.skip)
-        before = block.version
-        block.rule.absorb(block, push, gradient)
-        self.progress.updates += block.version - before
-        if block.accounting.dropped:
-            self.progress.accept_dropped(block)
 
     def _report_progress(self, block: Block) -> list[ServerOutput]:
         if not self.progress.is_due(block):
@@ -233,9 +273,23 @@ class Server:
         last = next(reversed(self.blocks.values()), None)
         return self.readers.admit_all() + ([] if last is None else self._report_progress(last))
 
+    def fill(self, message: Message) -> tuple[Message, Tensor | None]:
+        """Return a message that is about to leave, with the values of this moment."""
+        if isinstance(message, StatePart):
+            return self.read_state(message)
+        if self.relay is not None:
+            return self.relay.fill(message)
+        assert isinstance(message, Params)
+        return self.read(message)
+
     def read(self, params: Params) -> tuple[Params, Tensor | None]:
         """Return a reply that is about to leave with the parameters of this moment."""
         return self.readers.read(params)
+
+    @property
+    def readable(self) -> Mapping[int, ReadableBlock]:
+        """Return the blocks that workers can read here."""
+        return self.blocks if self.relay is None else self.relay.blocks
 
     def _fetch_state(self, sender: Peer) -> list[ServerOutput]:
         """Send every block's optimizer state: the tensors first, each read when it leaves, then the numbers."""
@@ -259,6 +313,9 @@ class Server:
         if assign.optimizer is not None:  # of a custom training loop, which has its own schedule
             server_part = replace(server_part, optimizer=assign.optimizer, schedule=Schedule())
         rule = server_part.rule()
+        if assign.parent >= 0:
+            self.relay = Relay(assign, rule.reads == "round", self.publish)
+            return [ServerOutput(COORDINATOR, Ready())]
         self.readers.asks = rule.reads == "admitted"
         self.chooses_rounds = rule.chooses
         self.commands = self.progress.commands = CommandExecutor(server_part.vectors) if server_part.vectors else None

@@ -6,17 +6,19 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from msgspec.structs import replace
 
 from rainband.codecs.codec import key_of
 from rainband.protocol.data_plan import PushId, validate_push_id
-from rainband.protocol.messages import PushResult
+from rainband.protocol.messages import Peer, PushResult
+from rainband.server.block_parameters import FULL_PRECISION
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rainband.codecs.codec import Codec
     from rainband.protocol.layout import BlockSpec
-    from rainband.protocol.messages import Peer, Push
+    from rainband.protocol.messages import Push, RelayedPush
     from rainband.server.block import Block
 
 
@@ -89,22 +91,31 @@ class PushValidator:
             return None, ""
         if push.samples < 1:
             return None, f"a gradient of {push.samples} samples has no weight"
-        spec, parameters = block.spec, block.parameters
-        numel = spec.numel_without(push.absent)
-        if push.numel != numel or push.dtype != spec.dtype:
-            return None, f"block {spec.index} is {numel} x {spec.dtype}, the push is {push.numel} x {push.dtype}"
         if push.encoded:
-            return self._decoded(block, push, payload)
-        if payload is None and not numel:
-            payload = parameters.values.new_empty(0)  # a transport does not deliver an empty body
-        elif payload is None or payload.nbytes != numel * parameters.dtype.itemsize:
-            return None, f"the payload is not the {numel * parameters.dtype.itemsize} bytes of block {spec.index}"
-        gradient = payload if payload.dtype == parameters.dtype else payload.view(parameters.dtype)
-        if gradient.dtype != parameters.working_dtype:
-            gradient = gradient.to(parameters.working_dtype)
-        if push.absent:
-            gradient = _spread(gradient, spec, push.absent)
-        return gradient, ""  # finite: its sender has checked that, and frames have checksums
+            wrong = _unlike(block.spec, push)
+            return (None, wrong) if wrong else self._decoded(block, push, payload)
+        return unpack(block.spec, block.parameters.dtype, push, payload)
+
+    def check_sum(self, sender: Peer, block: Block, message: RelayedPush, payload: Tensor | None, term: int) -> Verdict:
+        """Check a sum of gradients: each as if it came by itself. The first that is not accepted decides for all."""
+        if sender.role != "server":
+            return Verdict(PushResult.BAD, f"a sum of gradients came from {sender}")
+        batches: set[tuple[int, int]] = set()
+        for member in message.members:
+            push, worker = member.push, Peer("worker", member.push.worker, member.incarnation)
+            verdict = self.check(worker, block, replace(push, skip=push.skip or "checked below"), None, term)
+            if verdict.result != PushResult.ACCEPTED:
+                return verdict
+            if not push.skip and push.samples < 1:
+                return Verdict(PushResult.BAD, f"a gradient of {push.samples} samples has no weight")
+            named = {(r.portion, k) for r in push.push_id for k in range(r.first, r.last)}
+            if batches & named:
+                return Verdict(PushResult.OVERLAPS)
+            batches |= named
+        if all(member.push.skip for member in message.members):
+            return Verdict(PushResult.ACCEPTED)
+        total, wrong = unpack(block.spec, block.parameters.dtype, message, payload)
+        return Verdict(PushResult.BAD, wrong) if wrong else Verdict(PushResult.ACCEPTED, "", total)
 
     def _decoded(self, block: Block, push: Push, payload: Tensor | None) -> tuple[Tensor | None, str]:
         """Return what a codec has encoded."""
@@ -123,6 +134,33 @@ class PushValidator:
 
     def _has_accepted(self, sender: Peer, block: Block, push: Push) -> bool:
         return block.accounting.has_accepted(sender, push)
+
+
+def _unlike(spec: BlockSpec, message: Push | RelayedPush) -> str:
+    """Return in what the values of a push differ from its block; "" if they are alike."""
+    numel = spec.numel_without(message.absent)
+    if message.numel == numel and message.dtype == spec.dtype:
+        return ""
+    return f"block {spec.index} is {numel} x {spec.dtype}, the push is {message.numel} x {message.dtype}"
+
+
+def unpack(
+    spec: BlockSpec, dtype: torch.dtype, message: Push | RelayedPush, payload: Tensor | None
+) -> tuple[Tensor | None, str]:
+    """Return the values of a push as long as its block, in working precision, or what is wrong with them."""
+    if wrong := _unlike(spec, message):
+        return None, wrong
+    numel = message.numel
+    if payload is None and not numel:
+        payload = torch.empty(0, dtype=dtype)  # a transport does not deliver an empty body
+    elif payload is None or payload.nbytes != numel * dtype.itemsize:
+        return None, f"the payload is not the {numel * dtype.itemsize} bytes of block {spec.index}"
+    gradient = payload if payload.dtype == dtype else payload.view(dtype)
+    if dtype not in FULL_PRECISION:
+        gradient = gradient.float()
+    if message.absent:
+        gradient = _spread(gradient, spec, message.absent)
+    return gradient, ""  # finite: its sender has checked that, and frames have checksums
 
 
 def _spread(values: Tensor, spec: BlockSpec, absent: Collection[int]) -> Tensor:

@@ -6,7 +6,7 @@ handles that the methods return.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,7 +34,7 @@ from rainband.protocol.messages import (
     StatePart,
 )
 from rainband.protocol.ports import Port
-from rainband.protocol.steps import Handle
+from rainband.protocol.steps import Handle, Look
 from rainband.protocol.worker_stats import Stats
 from rainband.strategy import WorkItem
 from rainband.worker.leases import HeldLeases
@@ -56,6 +56,22 @@ class StateChanged(Handle):
 
     def ready(self) -> bool:
         return self.changed
+
+
+class Refresh(Look):
+    """A look at the parameters that have arrived."""
+
+    __slots__ = ("client",)
+
+    def __init__(self, client: Client) -> None:
+        super().__init__()
+        self.client = client
+
+    def __await__(self) -> Generator[Handle, None, None]:
+        yield from super().__await__()
+        current = self.client.pulls.current
+        if current is None or current.ready():
+            self.client.pull()
 
 
 class Client:
@@ -247,6 +263,10 @@ class Client:
         current = self.pulls.current
         assert current is None or current.ready(), "await the pull before starting another"
         return self.pulls.newest(self.pushes.clock + ahead)
+
+    def refresh(self) -> Refresh:
+        """Take the parameters that have arrived, and request newer ones if all have; never wait."""
+        return Refresh(self)
 
     def pull_latest(self) -> PullHandle:
         """Request the newest parameters, not to compute with; replaces a pull under way."""

@@ -33,6 +33,7 @@ class ServerBlocks:
         "num_bytes",
         "observer",
         "own_ports",
+        "owner_port_of",
         "part",
         "port_of",
         "ports",
@@ -52,17 +53,25 @@ class ServerBlocks:
         self.num_bytes = [block.num_bytes for block in specs]
         self.blocks = [block for block in specs if block.part == part]
         self.ports = ports
-        self.port_of = [ports[owner] for owner in owners]
-        self.own_ports = tuple(dict.fromkeys(self.port_of[block.index] for block in self.blocks)) if owners else ()
-        self.direct_blocks = [block for block in self.blocks if self.port_of[block.index].direct] if owners else []
+        self.owner_port_of = [ports[owner] for owner in owners]
         self.views = [self.flat.view(block) for block in specs] if owners else []
-        self.borrowers = [
-            (port, {b.index: self.views[b.index] for b in self.blocks if self.port_of[b.index] is port})
-            for port in dict.fromkeys(ports)
-            if _borrows(type(port)) and isinstance(port, BorrowingPort)
-        ]  # each with the parameters of its blocks
         self.stats = Stats()
         self.observer: Observer | None = None
+        self._push_to(self.owner_port_of)
+
+    def use(self, server: int) -> None:
+        """Push to this server and pull from it: of a tree of servers, in which another one owns the blocks."""
+        self._push_to([self.ports[server]] * len(self.specs))
+
+    def _push_to(self, port_of: list[Port]) -> None:
+        self.port_of = port_of
+        self.own_ports = tuple(dict.fromkeys(port_of[block.index] for block in self.blocks)) if port_of else ()
+        self.direct_blocks = [block for block in self.blocks if port_of[block.index].direct] if port_of else []
+        self.borrowers = [
+            (port, {b.index: self.views[b.index] for b in self.blocks if port_of[b.index] is port})
+            for port in dict.fromkeys(port_of)
+            if _borrows(type(port)) and isinstance(port, BorrowingPort)
+        ]  # each with the parameters of its blocks
 
     def send(self, port: Port, message: Message) -> None:
         port.send(message)

@@ -178,6 +178,8 @@ class Session:
         """Make the client, and deliver the messages that arrived before."""
         self.client = client = self.model.make_client(self.me, welcome, list(ports), self.runtime.tell)
         client.servers.stats, client.servers.observer = self.stats, self.observer
+        if welcome.via >= 0:
+            client.servers.use(welcome.via)
         if self.codec is not None and client.servers.port_of:
             client.pushes.compressed = CompressedPushes(self.codec, self.me.index, client.flat.layout)
         if self.observer is not None:

@@ -37,7 +37,7 @@ class StateTransfer:
         """Send this worker's parameters and optimizer state: the first values of the run."""
         servers, flat = self.servers, self.servers.flat
         for block in servers.blocks:
-            port = servers.port_of[block.index]
+            port = servers.owner_port_of[block.index]
             for part, tensors in state.tensors.items():
                 message = InitBlock(
                     block.index, block.dtype, block.numel, part=part, absent=flat.absent(block, tensors)
@@ -49,7 +49,8 @@ class StateTransfer:
     def fetch(self) -> StateHandle:
         """Request the state of the servers' optimizers."""
         self.fetching = StateHandle(GatheredState(self.servers.flat.parameters), len(self.servers.blocks))
-        self.servers.send_all(FetchState())
+        for port in dict.fromkeys(self.servers.owner_port_of[block.index] for block in self.servers.blocks):
+            self.servers.send(port, FetchState())
         return self.fetching
 
     def received(self, message: StatePart, payload: Tensor | None) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 
 from rainband.protocol.data_plan import DataPlan
 from rainband.protocol.messages import AssignItems, ItemsDelivered, LeaseRequest, Message
-from rainband.protocol.steps import Handle
+from rainband.protocol.steps import Handle, Look
 from rainband.strategy import Batch, WorkItem
 
 
@@ -72,17 +71,16 @@ class ItemsInHand:
         return work_item.round == self.at_version and work_item.batches[0].portion not in self.spare
 
 
-@dataclass(eq=False, slots=True)
-class StillNeeded(Handle):
+class StillNeeded(Look):
     """A check, after the messages that have arrived, whether a work item that was begun is still to be delivered."""
 
-    items: ItemsInHand
-    work_item: WorkItem
-    looked: bool = False  # the runtime has delivered what had arrived
+    __slots__ = ("items", "work_item")
 
-    def ready(self) -> bool:
-        return self.looked
+    def __init__(self, items: ItemsInHand, work_item: WorkItem) -> None:
+        super().__init__()
+        self.items = items
+        self.work_item = work_item
 
     def __await__(self) -> Generator[Handle, None, bool]:
-        yield from Handle.__await__(self)
+        yield from super().__await__()
         return self.items.wants(self.work_item)

@@ -53,7 +53,7 @@ class StageServers:
 
     def __init__(self, client: Client, links: ReplicaLinks) -> None:
         self.client, self.links = client, links
-        self.push, self.exchange = client.push, client.exchange
+        self.push, self.exchange, self.refresh = client.push, client.exchange, client.refresh
 
     def pull(self, round: int | None = None, ahead: int = 0) -> Any:
         handle = self.client.pull(round, ahead)

@@ -26,6 +26,7 @@ from rainband.worker.worker_model import ModuleModel
 CHECK_INTERVAL_S = 0.05  # at which a worker that never waits checks for messages
 
 
+# size: it inherits every operation of a worker
 class MemoryClient(Client):
     """A client without servers: first values are written to shared memory, whose tables replace answers."""
 

@@ -8,10 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rainband.errors import CoordinatorLost, Stop
-from rainband.protocol.steps import Handle, Steps, Work
+from rainband.protocol.steps import Handle, Look, Steps, Work
 from rainband.worker.session import Dismissed
 from rainband.worker.shared_batches import OthersInRound
-from rainband.worker.work_items import StillNeeded
 
 if TYPE_CHECKING:
     from rainband.worker.session import Session
@@ -64,7 +63,7 @@ def _provide(needed: object, wait: Wait, training: Session | None) -> Stop | Non
     """Perform the work, or wait until the handle is ready; Stop if the run stops and it may never be."""
     if isinstance(needed, Work):
         _perform(needed, training)
-    elif isinstance(needed, StillNeeded):
+    elif isinstance(needed, Look):
         wait(0.0)
         needed.looked = True
     elif training is not None:

@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -93,6 +94,8 @@ class ServerProcess:
         self.unopened: list[tuple[Connection, messages.Hello]] = []  # workers that were sooner than the blocks
         self.over = False
         accepted = {"worker": job.keys["worker"]}
+        if self.strategy.requires.tree_arity:
+            accepted["server"] = job.keys["server"]  # of the inner servers below this one
         self.hub = Hub(self.me, accepted, job.run_id, self, MAX_BODY_BYTES, config.failure_timeout_s, self._read_now)
         self.background = BackgroundThread()  # writes checkpoints
         self.files = NodeFiles(job)
@@ -148,6 +151,8 @@ class ServerProcess:
         if isinstance(message, messages.Shutdown) and connection.peer == COORDINATOR:
             self.over = True
             return
+        if isinstance(message, messages.Assign) and message.parent_address is not None:
+            self._connect_to_parent(message.parent_address)
         try:
             payload = self._payload(connection, message, body)
         except (ValueError, RuntimeError):  # torch raises RuntimeError if the bytes do not fit the dtype
@@ -176,6 +181,11 @@ class ServerProcess:
         except (BadCheckpoint, ValueError, OSError) as error:
             return [ServerOutput(COORDINATOR, messages.Failed(0, f"{self.me} cannot continue: {error}", ""))]
         return self.server.restored()
+
+    def _connect_to_parent(self, address: Address) -> None:
+        """Open the connection on which an inner server of a tree pushes and pulls."""
+        with suppress(PeerLost):  # the coordinator notices, and ends the run
+            self.hub.adopt(*connect(address, is_here(address), self.job.keys, self.job.run_id, self.me))
 
     def lost(self, peer: Peer) -> None:
         if peer == COORDINATOR:
@@ -210,11 +220,8 @@ class ServerProcess:
         return None if body is None else torch.frombuffer(body, dtype=torch.uint8)
 
     def _read_now(self, asked: Message) -> tuple[Message, memoryview | None]:
-        """Return the reply to a pull when it is sent; the connection copies the values."""
-        assert isinstance(asked, messages.Params | messages.StatePart)
-        message, values = (
-            self.server.read_state(asked) if isinstance(asked, messages.StatePart) else self.server.read(asked)
-        )
+        """Return a message with the values that it has when it is sent; the connection copies them."""
+        message, values = self.server.fill(asked)
         if values is None:
             return message, None
         return message, memoryview(values.view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -139,8 +139,9 @@ class WorkerLink:
         if self.job.memory:
             return []  # all workers share one copy of the parameters
         needed = {owner for block, owner in zip(welcome.blocks, welcome.owners, strict=False) if block.part == part}
+        some = bool(welcome.replica_addresses) or welcome.via >= 0
         ports = [
-            self._port(i, address, welcome) if i in needed or not welcome.replica_addresses else NullPort()
+            self._port(i, address, welcome) if i in needed or i == welcome.via or not some else NullPort()
             for i, address in enumerate(welcome.servers)
         ]
         self.report_links([_transport_of(port, to) for port, to in zip(ports, welcome.servers, strict=True)])
@@ -220,7 +221,7 @@ class WorkerLink:
             raise ValueError(
                 f"--transport shm requires {peer} on this machine, and memory that can be shared: use --transport tcp."
             )
-        specs = [welcome.blocks[b] for b, owner in enumerate(welcome.owners) if owner == index]
+        specs = [welcome.blocks[b] for b, owner in enumerate(welcome.owners) if index in (owner, welcome.via)]
         sock, _, key = connect(address, shared, self.job.keys, self.job.run_id, self.me)
         if shared:
             return SharedPort(peer, sock, key, specs, self.event_loop, self._from_server, self.stats)

@@ -17,9 +17,17 @@ HEADER_BYTES = 100  # a message without its payload, about
 PERIODIC = frozenset(
     (messages.Heartbeat, messages.ReportRequest, messages.Report, messages.Revoke, messages.AcceptedBatches)
 )
-MAY_OVERTAKE = frozenset((messages.Push, messages.Ack))
+MAY_OVERTAKE = frozenset((messages.Push, messages.RelayedPush, messages.Ack))
 MAY_BE_DUPLICATED = (
-    *(messages.Push, messages.Ack, messages.Pull, messages.Revoke, messages.AcceptedBatches, messages.Return),
+    *(
+        messages.Push,
+        messages.RelayedPush,
+        messages.Ack,
+        messages.Pull,
+        messages.Revoke,
+        messages.AcceptedBatches,
+        messages.Return,
+    ),
     *(messages.ReportRequest, messages.Report, messages.Lease, messages.LeaseRequest, messages.Heartbeat),
     *(messages.Finish, messages.Command, messages.Answer, messages.Evaluated),
 )

@@ -16,7 +16,7 @@ from rainband.coordinator.coordinator import Coordinator, CoordinatorOutput
 from rainband.observer import Observer
 from rainband.protocol import events, messages
 from rainband.protocol.layout import BlockSpec
-from rainband.protocol.messages import COORDINATOR, Address, InitBlock, Message, Params, Peer, Push
+from rainband.protocol.messages import COORDINATOR, Address, InitBlock, Message, Params, Peer, Push, RelayedPush
 from rainband.protocol.parameter_buffers import ParameterBuffer
 from rainband.runtimes.checkpoints.background import AtOnce
 from rainband.runtimes.checkpoints.committer import Committer
@@ -195,7 +195,7 @@ class ServerNode(Node):
         self.cores.work(self._cost_s(message, payload), lambda: self.wake(handle), self.peer)
 
     def _cost_s(self, message: Message | None, payload: Payload) -> float:
-        if isinstance(message, (Push, InitBlock)) and payload is not None:
+        if isinstance(message, (Push, RelayedPush, InitBlock, Params)) and payload is not None:
             return self.costs.message_s + self.block_bytes(message.block) / self.gather_bytes_per_s
         return self.costs.message_s
 
@@ -212,7 +212,7 @@ class ServerNode(Node):
             outs = [*outs, *self.server.restored()]
         if self.writer is not None:
             self.writer.advance(lambda saved: self.bus.send(self, COORDINATOR, saved))
-        if not isinstance(message, Push):
+        if not isinstance(message, (Push, RelayedPush)):
             self._answer(outs)
             return
         step_s = self._step_s(message) if self.server.updates > updates else 0.0
@@ -222,7 +222,7 @@ class ServerNode(Node):
         else:
             done()
 
-    def _step_s(self, push: Push) -> float:
+    def _step_s(self, push: Push | RelayedPush) -> float:
         """Return how much longer an optimizer step takes than adding a gradient to others."""
         num_bytes = self.block_bytes(push.block)
         return max(0.0, num_bytes / self.costs.apply_bytes_per_s - num_bytes / self.gather_bytes_per_s)
@@ -252,18 +252,18 @@ class ServerNode(Node):
         self._next()
 
     def _send(self, out: ServerOutput) -> None:
-        if not out.read or self.costs.shared_memory:
+        if not out.read or (self.costs.shared_memory and out.to.role != "server"):
             self.bus.send(self, out.to, out.message)
             return
-        params = out.message
-        assert isinstance(params, Params)
-        num_bytes = self.block_bytes(params.block)
+        message = out.message
+        assert isinstance(message, (Params, RelayedPush))
+        num_bytes = self.block_bytes(message.block)
         self.owed_s += num_bytes / self.costs.read_bytes_per_s
-        self.bus.send(self, out.to, params, num_bytes=HEADER_BYTES + num_bytes, read=lambda: self._read(params))
+        self.bus.send(self, out.to, message, num_bytes=HEADER_BYTES + num_bytes, read=lambda: self._read(message))
 
-    def _read(self, params: Params) -> tuple[Message, Tensor | None]:
-        """Read the reply to a pull when it leaves; a private copy, because the block keeps changing."""
-        message, values = self.server.read(params)
+    def _read(self, message: Message) -> tuple[Message, Tensor | None]:
+        """Read a message's values when it leaves; a private copy, because the block keeps changing."""
+        message, values = self.server.fill(message)
         return message, None if values is None else values.clone() if values.numel() else NOTHING
 
     def lost(self, peer: Peer) -> None:

@@ -16,7 +16,7 @@ from rainband.protocol.layout import BlockSpec
 from rainband.protocol.messages import COORDINATOR, Ack, InitBlock, Message, Params, Peer, Push, TakeSnapshot, Welcome
 from rainband.protocol.ports import BlockValues, Port
 from rainband.protocol.saved_state import SavedBlock
-from rainband.protocol.steps import Handle, Steps, Until, Work
+from rainband.protocol.steps import Handle, Look, Steps, Until, Work
 from rainband.runtimes.checkpoints.place import worker_file
 from rainband.runtimes.checkpoints.restore import begin_checkpoints
 from rainband.runtimes.checkpoints.write import write_worker
@@ -33,7 +33,6 @@ from rainband.worker.periodic_eval import PeriodicEval
 from rainband.worker.pulls import PullHandle
 from rainband.worker.session import FOR_THE_SESSION, Dismissed, Session
 from rainband.worker.shared_batches import examples
-from rainband.worker.work_items import StillNeeded
 from rainband.worker.worker import Compute, ModuleWorker
 from rainband.worker.worker_model import WorkerModel
 
@@ -307,7 +306,7 @@ class WorkerNode(Node):
                 self._look()
 
     def _is_ready(self, wanted: Handle) -> bool:
-        if isinstance(wanted, StillNeeded):
+        if isinstance(wanted, Look):
             self._take_all()
             wanted.looked = not self.over
         return wanted.ready()
@@ -405,7 +404,7 @@ class SimPort:
         return min(num_bytes, codec.num_bytes(num_bytes // 4))
 
     def read(self, spec: BlockSpec, at_version: int, out: Tensor) -> int | None:
-        block = self.server().blocks[spec.index]
+        block = self.server().readable[spec.index]
         if at_version >= 0 and block.version > at_version + len(block.buffer.tensors) - 1:
             return None
         version = at_version if at_version >= 0 else block.version

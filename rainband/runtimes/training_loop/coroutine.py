@@ -10,7 +10,7 @@ from rainband.model.model_vector import ModelVector
 from rainband.protocol.accounting import NOT_FINITE
 from rainband.runtimes.training_loop.users_turn import LoopLifecycle, UsersTurn
 from rainband.strategy import Batch, BatchPart, Models, Strategy, WorkItem
-from rainband.worker.client import Client
+from rainband.worker.client import Client, Refresh
 from rainband.worker.pulls import PullHandle
 from rainband.worker.pushes import PushHandle
 from rainband.worker.work_items import StillNeeded
@@ -132,6 +132,9 @@ class LoopServers:
 
     def pull(self, round: int | None = None, ahead: int = 0) -> PullHandle:
         return self.client.pull(round, ahead)
+
+    def refresh(self) -> Refresh:
+        return self.client.refresh()
 
 
 def _is_not_empty(gradient: Gradient) -> bool:

@@ -107,6 +107,8 @@ KINDS: dict[str, FuzzedStrategy] = {
     "soft_sync": _kind("soft_sync", "gathered", scaling="none"),
     "sandblaster": _full_batch("sandblaster"),
     "conjugate_gradient": _full_batch("conjugate_gradient"),
+    "tree": _kind("tree", "gathered", arity=2, variant="adv_star"),
+    "tree_rounds": _kind("tree", "rounds", arity=2, synchronous=True),
 }
 
 
