@@ -17,6 +17,7 @@ from rainband.cli.main import build_app
 from rainband.runtimes.machines import launchers
 from rainband.runtimes.machines.invitation import Invitation, read_invitation
 from rainband.runtimes.machines.launchers import Launched, launched_by, shared_file
+from rainband.runtimes.machines.reach import reach
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
 SLURM = {"SLURM_JOB_ID": "77", "SLURM_PROCID": "2", "SLURM_NTASKS": "4"}
@@ -62,6 +63,22 @@ def test_other_ranks_wait_for_the_invitation_of_rank_0(tmp_path: Path) -> None:
     ]
 
 
+def test_the_variable_with_the_invitation_is_not_passed_on() -> None:
+    environment = {"RAINBAND_INVITE": INVITATION.text(), "PATH": "/bin"}
+    assert read_invitation(None, environment) == INVITATION
+    assert environment == {"PATH": "/bin"}
+
+
+def test_an_invitation_that_is_typed_as_an_argument_is_refused_and_not_shown(tmp_path: Path) -> None:
+    """Its key may contain a slash, as names of files do."""
+    INVITATION.write(tmp_path / "invite.txt")
+    typed = (tmp_path / "invite.txt").read_text().replace("key", "key/")
+    for read in (read_invitation, lambda word: list(reach(word))):
+        with pytest.raises(ValueError, match="must not be typed as an argument") as raised:
+            read(typed)
+        assert "key" not in str(raised.value)
+
+
 def test_a_rank_that_finds_no_invitation_says_what_to_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(launchers, "LOOK_EVERY_S", 0.0)
     path = tmp_path / "rainband-77.invite.txt"
@@ -93,7 +110,8 @@ def test_the_batch_script_starts_the_run_on_rank_0_and_joins_it_from_the_others(
     first, *others = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
     train = parsed(first)
     assert (train["task"], train["strategy"]) == ("my_lab:task", "downpour")
-    assert (train["workers"], train["min_workers"]) == (2, 6) and train["listen"].endswith(":7070")
+    assert (train["workers"], train["min_workers"]) == (2, 6) and train["listen"] == "0.0.0.0:7070"
+    assert train["advertise"] == subprocess.check_output(["hostname", "-f"], text=True).strip()
     assert [(words[0], parsed(words)["workers"]) for words in others] == [("join", 2)] * 2
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, MutableMapping
 from pathlib import Path
 
 import msgspec
@@ -47,18 +47,21 @@ class Invitation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_invitation(
-    word: str | None, environment: Mapping[str, str] = os.environ, say: Callable[[str], None] = lambda line: None
+    word: str | None, environment: MutableMapping[str, str] = os.environ, say: Callable[[str], None] = lambda line: None
 ) -> Invitation:
     """Read an invitation: of a file, with "-" of standard input, without a word of RAINBAND_INVITE.
 
+    The variable is removed: programs that are started here may store their environment.
     In a job of Slurm or torchrun it is read from the file that rank 0 shares.
     """
+    typed = environment.pop(VARIABLE, None)
     if word == "-":
         return _parsed(sys.stdin.read(MAX_BYTES), "standard input")
     if word is not None:
+        check_typed(word)
         return _parsed(_private_text(Path(word)), word)
-    if VARIABLE in environment:
-        return _parsed(environment[VARIABLE], VARIABLE)
+    if typed is not None:
+        return _parsed(typed, VARIABLE)
     launched = launched_by(environment)
     if launched is not None:
         path = shared_file(launched, environment)
@@ -70,11 +73,15 @@ def read_invitation(
     )
 
 
-def _private_text(path: Path) -> str:
-    if path.name.lstrip().startswith("{"):
+def check_typed(word: str) -> None:
+    """Raise ValueError, without the secret, if a word of the command line is an invitation."""
+    if word.lstrip().startswith("{"):
         raise ValueError(
             "an invitation is secret, so it must not be typed as an argument, which others can see: put it into a file."
         )
+
+
+def _private_text(path: Path) -> str:
     try:
         file = path.open("rb")
     except OSError as error:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from rainband.errors import RainbandError
 from rainband.protocol.messages import COORDINATOR, MachineJoin, MachineWelcome, Message, Peer
 from rainband.runtimes.machines.addresses import parse_address
-from rainband.runtimes.machines.invitation import Invitation, read_invitation
+from rainband.runtimes.machines.invitation import Invitation, check_typed, read_invitation
 from rainband.runtimes.machines.software import own_software
 from rainband.transports.connect import connect, host_and_port, is_here
 from rainband.transports.connection import Connection
@@ -36,6 +36,7 @@ class Reached(NamedTuple):
 
 def reach(to: str) -> Iterator[Reached]:
     """Check each step on the way to a run, given HOST:PORT or the file of an invitation; end at the first failure."""
+    check_typed(to)
     invitation = read_invitation(to) if Path(to).is_file() else None
     host, port = (invitation.host, invitation.port) if invitation else parse_address("to", to)
     yield from steps(host, port, invitation)
