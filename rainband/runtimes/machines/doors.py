@@ -34,6 +34,7 @@ class Doors:
             if advertise:
                 shown = parse_address("advertise", advertise, default_port=address.port)
             self.host = shown.host or reachable_host(self.socks[0])
+            self.warning = _unreachable(address, self.host) if loopback and not advertise else ""
         except ValueError as error:
             self.close()
             raise (
@@ -65,3 +66,12 @@ class Doors:
     def close(self) -> None:
         for sock in self.socks:
             sock.close()
+
+
+def _unreachable(listen: HostPort, host: str) -> str:
+    """Return the warning that only processes of this machine can connect."""
+    name = "" if listen.host == host else f"{listen.host} is {host} here. "
+    return (
+        f"{name}Other machines cannot reach {host}: listen at 0.0.0.0:{listen.port}, or at another address of this "
+        "machine."
+    )

@@ -123,6 +123,8 @@ class MachineHost:
         hub.listen(self.doors.socks[0], self.doors.certificate)
         if not self.config.listen:
             return
+        if self.doors.warning:
+            self.emit(events.Warned(at_s=host.now(), text=self.doors.warning))
         self.invitation.write(self.invitation_path)
         if (launched := launched_by()) is not None and launched.rank == 0:
             self.shared = shared_file(launched)
