@@ -265,6 +265,7 @@ class RunLauncher:
         eval_every_s: float = 10.0,
         options: Mapping[str, Any] = MappingProxyType({}),
         namespace: str = "",
+        folder: str = "",
         **settings: Any,
     ) -> Iterator[Run]:
         """Start a run; afterwards see that nothing is left of it, whatever happened to it.
@@ -290,7 +291,7 @@ class RunLauncher:
             eval_every_s=eval_every_s,
             **options,
         )
-        order = Order(str(path / "launcher"), config, namespace=namespace)
+        order = Order(str(path / "launcher"), config, namespace=namespace, folder=folder)
         with self._launched(order, directory, gate) as run:
             yield run
 
@@ -441,16 +442,16 @@ class Run:
 
         wait_for(ended, "the end of the run")
 
-    def join(self, namespace: str, *words: str) -> Joined:
-        """Do what `rainband join` does in a namespace, with this run's invitation."""
+    def join(self, namespace: str, *words: str, folder: str = "") -> Joined:
+        """Do what `rainband join` does in a namespace and a folder, with this run's invitation."""
         invitation = self.directory / "invite.txt"
         wait_for(invitation.is_file, "the invitation")
-        return self.command(namespace, "join", str(invitation), *words)
+        return self.command(namespace, "join", str(invitation), *words, folder=folder)
 
-    def command(self, namespace: str, *words: str) -> Joined:
+    def command(self, namespace: str, *words: str, folder: str = "") -> Joined:
         """Do what a command does in a namespace."""
         output = f"{self.order.output}-{namespace}-{time.monotonic_ns()}"
-        order = Order(output, None, words, namespace=namespace)
+        order = Order(output, None, words, namespace=namespace, folder=folder)
         token = self.starter.zygote.spawn("tests.processes:launch", msgspec.json.encode(order), "joiner")
         return Joined(self, token, order)
 

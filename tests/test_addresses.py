@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,6 +16,7 @@ from rainband.options import OptionError
 from rainband.runtimes.machines.doors import Doors
 from rainband.runtimes.machines.invitation import Invitation
 from rainband.runtimes.machines.joiner import Joiner, JoinOptions
+from rainband.runtimes.processes.zygote import Zygote
 from rainband.transports.connect import listen_tcp
 from tests.machines import Machines
 from tests.processes import RunLauncher, exact, wait_for
@@ -96,6 +99,20 @@ def test_a_machine_with_several_cards_must_say_at_which_address_it_is_reached(
     assert opened("[::]:0")[0] == "fd00::5"
 
 
+@pytest.mark.parametrize(
+    ("listen", "advertise", "warning"),
+    [
+        ("localhost:0", "", "localhost is 127.0.0.1 here. Other machines cannot reach 127.0.0.1: listen at 0.0.0.0:0"),
+        ("127.0.0.1:0", "", "Other machines cannot reach 127.0.0.1: listen at 0.0.0.0:0, or at another"),
+        ("127.0.0.1:0", "lab1.example", ""),  # through a tunnel, for example
+    ],
+)
+def test_an_address_that_only_this_machine_can_reach_is_warned_of(listen: str, advertise: str, warning: str) -> None:
+    doors = Doors(listen, advertise, num_servers=0)
+    doors.close()
+    assert doors.warning.startswith(warning) and bool(doors.warning) == bool(warning)
+
+
 def test_the_address_that_others_use_may_have_a_name_and_other_ports() -> None:
     with listen_tcp("127.0.0.1") as free:
         port = free.getsockname()[1]
@@ -124,6 +141,37 @@ def test_a_machine_that_cannot_reach_the_run_says_who_cannot_reach_whom_and_what
         machine._connect_first()
     machine.hub.close()
     assert str(raised.value).startswith(f"{machine.name} cannot join the run a-run: {text.format(port=port)}")
+
+
+def test_ctrl_c_ends_connecting_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Joiner(
+        Invitation(
+            run="a-run", run_id=b"1" * 16, host="h", port=1, unix="", machine="", fingerprint=b"1" * 32, key=b"1" * 32
+        ),
+        JoinOptions(workers=1),
+        print,
+    )
+
+    def connecting(patience_s: float) -> None:
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("it goes on connecting")
+
+    monkeypatch.setattr(Zygote, "start", lambda modules: NoZygote())
+    monkeypatch.setattr(machine, "_connect", connecting)
+    assert machine.run() == 130
+
+
+class NoZygote:
+    """A fork server that is not used."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0)
+
+    def fileno(self) -> int:
+        return self.fd
+
+    def close(self, grace_s: float) -> None:
+        os.close(self.fd)
 
 
 # ---- machines -------------------------------------------------------------------------------------------------------

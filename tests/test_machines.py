@@ -112,6 +112,32 @@ def test_a_worker_of_another_machine_joins_in_the_middle(
     assert not (run.directory / "invite.txt").exists()
 
 
+def test_a_machine_that_does_not_fit_says_why_and_the_run_goes_on(
+    launcher: RunLauncher, tmp_path: Path, machines: Machines
+) -> None:
+    """One has fewer samples, and one lacks the file with their number."""
+    folders = [tmp_path / name for name in ("here", "fewer", "none")]
+    for folder, content in zip(folders, ("1024", "512", ""), strict=True):
+        folder.mkdir()
+        (folder / "samples").write_text(content) if content else None
+    here, fewer, none = (str(folder) for folder in folders)
+    with listening(launcher, tmp_path, machines, folder=here, file="samples") as run:
+        run.gate.let(8)
+        wait_for(run.gate.is_dry, "the first batches")
+        differs = run.join(machines.names[1], "--workers", "1", folder=fewer)
+        assert differs.ended() == 1, differs.printed()
+        fails = run.join(machines.names[1], "--workers", "1", folder=none)
+        assert fails.ended() == 1, fails.printed()
+        run.gate.open()
+    assert finished_exactly(run)
+    assert "worker 1 has ended: worker 1 does not fit this run: " in differs.printed()
+    assert "the number of samples is 512, not 1024" in differs.printed()
+    assert "Traceback (most recent call last)" in fails.printed()
+    assert "worker 2 has ended: its code failed before it could start: FileNotFoundError" in fails.printed()
+    assert [event.node for event in run.all(events.Lost)] == ["worker 1", "worker 2"]
+    assert run.all(events.UserError) == []
+
+
 def test_the_model_comes_home_when_all_workers_are_elsewhere(
     launcher: RunLauncher, tmp_path: Path, machines: Machines
 ) -> None:
@@ -151,6 +177,22 @@ def test_ctrl_c_on_the_other_machine_gives_its_batches_back(
     assert finished_exactly(run)
     assert [event.node for event in run.all(events.Lost)] == ["worker 1"]
     assert [event.left for event in run.all(events.MachineJoined)] == ["", "Ctrl-C there"]
+
+
+def test_ctrl_c_ends_workers_at_once_that_have_not_joined_yet(
+    launcher: RunLauncher, tmp_path: Path, machines: Machines
+) -> None:
+    """They may import for long, and would train on to the end of the run."""
+    with listening(launcher, tmp_path, machines, slow_build=True) as run:
+        run.gate.let_build(1)
+        wait_for(run.gate.begun, "the first batch")
+        joined = run.join(machines.names[1], "--workers", "1")
+        wait_for(lambda: "as worker 1" in joined.printed(), "the welcome of the machine")
+        joined.interrupt()
+        assert joined.ended() == 130, joined.printed()
+        run.gate.open()
+    assert finished_exactly(run)
+    assert not run.all(events.Joined, node="worker 1")
 
 
 def test_a_server_may_run_on_another_machine(launcher: RunLauncher, tmp_path: Path, machines: Machines) -> None:

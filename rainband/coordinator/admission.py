@@ -13,11 +13,11 @@ from rainband.coordinator.planning import EQUAL_DATA, Planning
 from rainband.coordinator.shutdown import RunEnd
 from rainband.coordinator.state import CoordinatorOutput, Phase, RunState, ServerState, WorkerState
 from rainband.protocol import events
-from rainband.protocol.messages import Dataset, Go, Join, Peer, ServerJoin, Shutdown
+from rainband.protocol.messages import NO_WORK_LEFT, Dataset, Go, Join, Peer, ServerJoin, Shutdown
 from rainband.protocol.optimizer_spec import changed_numbers, plain
 
 ENDING = (Phase.FLUSHING, Phase.FINISHING, Phase.CONCLUDING, Phase.OVER)
-NO_WORK_LEFT = Shutdown("the run is ending: there is no work left.")
+TASK_OF_RUN = "Copy the files of the task from the machine of the run."
 
 
 class Admission:
@@ -209,7 +209,9 @@ class Admission:
         assert state.plan and state.welcome
         differs = self._difference(join)
         if differs:
-            return self._turn_away(sender, now, f"{sender} does not fit this run: {differs}")
+            is_of_run = sender.index in state.settings.local_ranks or join.custom_loop
+            advice = "" if is_of_run else f" {TASK_OF_RUN}"
+            return self._turn_away(sender, now, f"{sender} does not fit this run: {differs}{advice}")
         state.workers[sender.index].active, state.live = True, None
         first = sender.index - state.rank_in_replica(sender.index)
         earlier = (w.connected and w.peer.index < first for w in state.workers.values())

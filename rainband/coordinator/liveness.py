@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rainband.coordinator.full_batch import FullBatchDuty
 from rainband.coordinator.leases import Leases
 from rainband.coordinator.shutdown import RunEnd
-from rainband.coordinator.state import CoordinatorOutput, FailureCause, Phase, RunState, WorkerState
+from rainband.coordinator.state import BEFORE_THE_END, CoordinatorOutput, FailureCause, Phase, RunState, WorkerState
 from rainband.protocol import events
 from rainband.protocol.messages import Failed, Forget, Halt, Heartbeat, Peer, ReportRequest, Shutdown
 
@@ -316,6 +316,10 @@ class Liveness:
             return self.lost(sender, now, failed.error)
         if state.outcome == "failed":
             return self._dismiss_failed(sender, now, failed.step > 0)
+        if _concerns_one_machine(state, sender, failed):
+            why = f"its code failed {'at its first step' if failed.step else 'before it could start'}: {failed.error}"
+            outs = [*self.lost(sender, now, why), *self.never_joins(sender, now, why)]
+            return [CoordinatorOutput(sender, Shutdown(f"{why}. The run goes on without it.")), *outs]
         state.events.append(
             events.UserError(
                 at_s=now, worker=sender.index, step=failed.step, error=failed.error, traceback=failed.traceback
@@ -353,3 +357,14 @@ class Liveness:
         )
         state.fail(f"{peer} was lost ({why}). {meaning}", FailureCause.SERVER_LOST)
         return self.shutdown.over()
+
+
+def _concerns_one_machine(state: RunState, sender: Peer, failed: Failed) -> bool:
+    """Return True for an error before the first update of a worker of another machine, where a file may be missing.
+
+    The other machines go on. An error of a worker that has trained may be one of all.
+    """
+    known = state.workers.get(sender.index)
+    has_trained = failed.step > 1 and known is not None and known.peer == sender
+    is_of_other = sender.index not in state.settings.local_ranks
+    return is_of_other and not has_trained and state.phase in BEFORE_THE_END

@@ -611,6 +611,9 @@ class Shutdown(Message, frozen=True, tag=118):
     reason: str = ""
 
 
+NO_WORK_LEFT = Shutdown("the run is ending: there is no work left.")
+
+
 class StopRequest(Message, frozen=True, tag=119):
     """A worker asks to end the run early and cleanly, because its loop has converged, for example."""
 
@@ -715,7 +718,7 @@ class Restart(Message, frozen=True, tag=143):
 
 
 class ProcessEnded(Message, frozen=True, tag=144):
-    """A process of a machine has ended, and is not started again."""
+    """A process of a machine has ended, and is not started again; to a machine: it is to end this one."""
 
     peer: Peer
     cause: str

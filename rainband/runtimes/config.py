@@ -118,6 +118,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     config: RunConfig
     incarnation: int = 0
     machine: str = ""  # the name of the machine that it runs on
+    shows_errors: bool = False  # prints them, also, because the display of the run is on another machine
     remote: bool = False  # that is not the machine of the run, which has the run's directory
     door: Door | None = None  # where a server accepts connections from other machines
     memory: bool = False  # the last inherited file is the memory for the parameters of all workers

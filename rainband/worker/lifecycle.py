@@ -6,6 +6,7 @@ It has no end of its own: when the coordinator ends the worker (`Dismissed`), th
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -156,6 +157,12 @@ async def save_after_failure(session: Session) -> None:
         return
     await session.runtime.saved()
     session.runtime.tell(Concluded({}))
+
+
+def show_error(error: Exception | None) -> None:
+    """Print the traceback of an error of the user's code."""
+    if error is not None and not isinstance(error, RainbandError):
+        print(users_traceback(error), file=sys.stderr, end="", flush=True)
 
 
 def users_traceback(error: BaseException) -> str:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import platform
 import random
 import secrets
+import signal
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -21,6 +23,7 @@ from rainband.errors import HandshakeFailed, NoAnswer, NotListening, PeerLost, R
 from rainband.plugins import load_strategy
 from rainband.protocol.messages import (
     COORDINATOR,
+    NO_WORK_LEFT,
     Leave,
     MachineJoin,
     MachineWelcome,
@@ -123,6 +126,7 @@ class Joiner:
         self.failed = False  # a process has ended with an error
         self.over: str | None = None  # the run has ended, with this reason
         self.over_at = 0.0
+        self.is_connected = False  # for the first time
         self.interrupts = 0
         self.said_leave = False
         self.lost_at: float | None = None  # since when there is no connection
@@ -138,7 +142,8 @@ class Joiner:
         try:
             self.hub.watch(self.zygote.fileno(), self._children)
             with stop_signals(self._interrupted):
-                self._connect_first()
+                with suppress(KeyboardInterrupt):
+                    self._connect_first()
                 while self._goes_on():
                     if self.relay is not None:
                         self.relay.sleep()
@@ -165,6 +170,8 @@ class Joiner:
         return bool(self.processes or self.restarts or self.awaited) or (self.welcome is None and self.over is None)
 
     def _conclude(self) -> int:
+        if self.interrupts and not self.is_connected:
+            return STOPPED_BY_USER
         if self.interrupts:
             self.say("left the run: what its workers have pushed counts, and others get the rest of their batches.")
             return STOPPED_BY_USER
@@ -184,6 +191,7 @@ class Joiner:
             found = "" if is_here(self.invitation.address) else why_not(self.invitation)
             where = f"{self.name} cannot join the run {self.invitation.run}"
             raise HandshakeFailed(f"{where}: {found or error}") from None
+        self.is_connected = True
 
     def _connect(self, patience_s: float) -> None:
         """Connect and introduce this machine; raise the reason if that fails."""
@@ -227,6 +235,8 @@ class Joiner:
             case Restart() if message.rank in self.awaited:
                 self.awaited.discard(message.rank)
                 self._start("worker", message.rank, message.incarnation)
+            case ProcessEnded():
+                self._end(message.peer)
             case Shutdown():
                 self._run_over(message.reason)
 
@@ -295,6 +305,7 @@ class Joiner:
             config=self.config,
             machine=self.name,
             remote=True,
+            shows_errors=True,
             door=self.doors.door(index - first) if is_server and self.doors is not None else None,
             round_files=len(self.rounds.fds) if self.rounds is not None and role == "worker" else 0,
         )
@@ -306,6 +317,11 @@ class Joiner:
         threads = 1 if role == "server" else self.options.threads
         token = self.zygote.spawn(entry, encode_job(job), f"rainband {role} {index}", fds=fds, threads=threads)
         self.processes[token] = Peer(role, index, incarnation)
+
+    def _end(self, peer: Peer) -> None:
+        """End a worker that has not joined yet, when this machine leaves: it has nothing to finish."""
+        for token in [token for token, process in self.processes.items() if process == peer]:
+            self.zygote.signal(token, signal.SIGKILL)
 
     def _children(self) -> None:
         for event in self.zygote.events():
@@ -324,8 +340,8 @@ class Joiner:
             return
         self.hub.send(COORDINATOR, ProcessEnded(peer, cause))
         if cause != FINE and goes_on:
-            self.failed = True
-            self.say(f"{peer} has ended: {cause}.")
+            self.failed = self.failed or exited.error != NO_WORK_LEFT.reason
+            self.say(f"{peer} has ended: {exited.error or cause}".rstrip(".") + ".")
 
     def _restart_due(self) -> None:
         """Ask for the numbers of workers that are to be started again; without a connection, later."""
@@ -352,3 +368,6 @@ class Joiner:
     def _interrupted(self, number: int) -> None:
         """Leave cleanly after the first Ctrl-C, SIGTERM or SIGHUP, and at once after the second."""
         self.interrupts += 1
+        if not self.is_connected:  # nothing is to be left cleanly, and connecting may take long
+            self.interrupts = 2
+            raise KeyboardInterrupt

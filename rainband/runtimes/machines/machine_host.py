@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from rainband.coordinator.coordinator import Coordinator
+from rainband.coordinator.liveness import LEFT
 from rainband.coordinator.state import Phase
 from rainband.protocol import events
 from rainband.protocol.messages import (
@@ -227,6 +228,9 @@ class MachineHost:
             case Leave() if joined is not None:
                 self._report_left(sender, "Ctrl-C there")
                 self.host.send(coordinator.dismiss(joined.ranks, now))
+                for worker in self._processes_of(sender):
+                    if worker.role == "worker" and worker.index not in coordinator.state.workers:
+                        self.hub.send(sender, ProcessEnded(worker, LEFT))  # it may import for long before it asks
 
     def _processes_of(self, machine: Peer) -> set[Peer]:
         """Return the processes that a machine may report: those that it has brought."""

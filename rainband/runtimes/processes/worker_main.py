@@ -11,6 +11,7 @@ from rainband.runtimes.processes.stage_process import StageProcess
 from rainband.runtimes.processes.worker_process import WorkerProcess
 from rainband.strategy import Strategy
 from rainband.tasks.task import Task
+from rainband.worker.lifecycle import show_error
 from rainband.worker.session import Dismissed
 
 
@@ -32,9 +33,13 @@ def work(job: Job, fds: list[int], task: Task | None = None, strategy: Strategy 
         process = StageProcess(job, task, strategy)
     try:
         process.run()
-    except Dismissed:
-        if process.session.failure is None:
+    except Dismissed as dismissed:
+        failure = process.session.failure
+        if failure is None and (process.session.is_welcome or not job.shows_errors):
             return
+        if job.shows_errors:  # the display of the run is on another machine
+            show_error(failure)
+            sys.exit(str(dismissed))
     except CoordinatorLost as error:
         if job.remote:
             sys.exit(LINK_BROKEN)

@@ -17,6 +17,7 @@ from rainband.runtimes.processes.worker_link import WorkerLink
 from rainband.runtimes.training_loop import loop as custom_loop  # noqa: F401  imported in the zygote, for all scripts at once
 from rainband.runtimes.training_loop.script_random import seed_equally
 from rainband.runtimes.training_loop.split import loop as split_loop  # noqa: F401
+from rainband.worker.lifecycle import show_error
 from rainband.worker.session import Dismissed
 
 
@@ -39,6 +40,7 @@ def main(job: bytes, fds: list[int]) -> None:
         if member.left and not isinstance(error, RainbandError):
             raise  # the run is over, so only Python can show it
         member.report(_of_killed_loader(error) or error)
+        show_error(error if decoded.shows_errors else None)
         sys.exit(LINK_BROKEN if decoded.remote and isinstance(error, PeerLost) else 1)
 
 
