@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from rainband.coordinator.admission import TASK_OF_RUN
 from rainband.coordinator.coordinator import Coordinator, RunSettings
 from rainband.coordinator.liveness import LEFT, NO_WORKER_LEFT
 from rainband.plugins import load_strategy
 from rainband.protocol import events
-from rainband.protocol.messages import Conclude, Ended, Halt, LeaseEnd, Peer, Ready, Revoke, Shutdown, Welcome
+from rainband.protocol.messages import Conclude, Ended, Failed, Halt, LeaseEnd, Peer, Ready, Revoke, Shutdown, Welcome
 from rainband.runtimes.config import RunConfig
 from rainband.runtimes.processes.entries import modules_of_workers
+from rainband.runtimes.processes.launcher import Launcher
 from tests.test_coordinator import TIMEOUT_S, Run
 
 
@@ -61,7 +64,8 @@ def test_the_task_of_the_runs_own_machine_is_that_of_the_run_also_if_another_joi
     run.joins(0, batch_size=1)
 
     assert set(welcomed(run)) == {"worker 0"} and run.phase == "loading"
-    assert run.told("worker 1") == [Shutdown("worker 1 does not fit this run: the batch size is 2, not 1.")]
+    why = f"worker 1 does not fit this run: the batch size is 2, not 1. {TASK_OF_RUN}"
+    assert run.told("worker 1") == [Shutdown(why)]
     assert run.coordinator.state.refused == []  # the run has lost nothing
 
 
@@ -140,6 +144,55 @@ def test_a_run_that_waits_for_workers_can_be_stopped(num_local: int) -> None:
     run.lost("worker", 0)
     run.take(run.coordinator.shutdown.stop("stopped", "interrupted"))
     assert run.phase != "running"
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_an_error_of_a_machine_that_has_not_trained_ends_its_worker_and_not_the_run(step: int) -> None:
+    run = begun()
+    (lease,) = run.wants(1)
+    run.said.clear()
+    run.from_worker(1, Failed(step, "FileNotFoundError: data.pt", "Traceback ..."))
+    when = "at its first step" if step else "before it could start"
+    why = f"its code failed {when}: FileNotFoundError: data.pt"
+    assert run.told("worker 1") == [Shutdown(f"{why}. The run goes on without it.")]
+    assert run.phase == "running" and run.events(events.UserError) == []
+    assert [(event.node, event.why) for event in run.events(events.Lost)] == [("worker 1", why)]
+    assert Revoke(lease.portion, 2) in run.told("server 0")
+
+
+@pytest.mark.parametrize("step", [0, 42])
+def test_an_error_of_a_machine_whose_worker_never_joined_does_not_end_the_run(step: int) -> None:
+    run = begun(joined=0)
+    run.from_worker(1, Failed(step, "FileNotFoundError: data.pt", "Traceback ..."))
+    assert run.phase == "running"
+    assert [event.node for event in run.events(events.Lost)] == ["worker 1"]
+
+
+@pytest.mark.parametrize(("worker", "step"), [(0, 0), (0, 1), (1, 2)])
+def test_an_error_of_the_runs_own_machine_or_in_the_middle_of_training_ends_the_run(worker: int, step: int) -> None:
+    run = begun()
+    run.from_worker(worker, Failed(step, "ZeroDivisionError: x", "Traceback ..."))
+    assert run.phase != "running" and [event.worker for event in run.events(events.UserError)] == [worker]
+
+
+@pytest.mark.parametrize(("incarnation", "excluded"), [(0, []), (1, [1])])
+def test_a_connection_that_closes_late_does_not_exclude_the_next_incarnation(
+    incarnation: int, excluded: list[int]
+) -> None:
+    run = begun()
+    run.joins(1, incarnation=1)
+    found: list[int] = []
+    launcher = SimpleNamespace(
+        machines=SimpleNamespace(exclude=found.append),
+        processes={},
+        causes={},
+        coordinator=run.coordinator,
+        zygote=SimpleNamespace(fileno=lambda: -1),
+        host=SimpleNamespace(lost=lambda *args, **options: None),
+        _is_lost_for_good=lambda peer: False,
+    )
+    Launcher.lost(launcher, Peer("worker", 1, incarnation))  # type: ignore[arg-type]
+    assert found == excluded
 
 
 def test_a_worker_of_the_runs_own_machine_saves_the_model() -> None:

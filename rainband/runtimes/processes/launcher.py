@@ -349,7 +349,9 @@ class Launcher(Run):
         if peer.role in MACHINE_ROLES and self.machines is not None:
             return self.machines.lost(peer)  # its workers have connections of their own
         if self.machines is not None and peer.role == "worker" and peer not in self.processes.values():
-            self.machines.exclude(peer.index)
+            known = self.coordinator.state.workers.get(peer.index)
+            if known is None or known.peer == peer:  # otherwise its next incarnation is there
+                self.machines.exclude(peer.index)
         deadline = time.monotonic() + EXIT_KNOWN_S
         while peer not in self.causes and peer in self.processes.values() and self.coordinator.state.phase != "over":
             if not readable_within(self.zygote, deadline - time.monotonic()):
