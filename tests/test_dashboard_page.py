@@ -200,6 +200,17 @@ def test_a_lost_worker_and_waiting_stand_out(tmp_path: Path) -> None:
     assert "On average, workers wait 50 % of the time." in found[Level.WARN]
 
 
+def test_paused_workers_and_those_that_left_are_no_trouble_and_are_named_so(tmp_path: Path) -> None:
+    run = made_run(num_workers=3, seconds=2)[:-1]
+    run += [
+        events.Lost(at_s=2.6, node="worker 1", why="paused, by its own request", state="paused"),
+        events.Lost(at_s=2.7, node="worker 2", why="it left, by its own request", state="left"),
+    ]
+    now = page_of(written(tmp_path / "run", run)).now()
+    assert [worker.absence for worker in now.workers] == ["", "paused", "left"]
+    assert not [sentence for sentence in now.sentences if "Lost" in sentence.text]
+
+
 def test_a_run_without_its_last_event_was_killed(tmp_path: Path) -> None:
     found = sentences_of(tmp_path, made_run(2, 4)[:-1])
     assert any("was killed" in text for text in found[Level.BAD])

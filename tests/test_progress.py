@@ -237,7 +237,7 @@ def test_what_processes_print_is_marked_and_a_flood_is_counted() -> None:
 def test_details_are_for_those_who_ask() -> None:
     again = events.BatchesReassigned(at_s=1.0, portion=3, batches=5, from_worker=1)
     assert lasting_lines(again, running()) == []
-    assert lasting_lines(again, running(), verbose=True) == ["portion 3 of worker 1: 5 batches reassigned"]
+    assert lasting_lines(again, running(), verbose=True) == ["5 batches of worker 1 reassigned (portion 3)"]
 
 
 # ---- where there is no terminal ----

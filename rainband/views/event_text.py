@@ -122,7 +122,7 @@ def _details(event: AnyEvent) -> list[str]:
             return [f"worker {event.worker} on {event.machine}: {links(event.links)}"]
         case events.BatchesReassigned():
             whose = f" of worker {event.from_worker}" if event.from_worker >= 0 else ""
-            return [f"portion {event.portion}{whose}: {count(event.batches, 'batch')} reassigned"]
+            return [f"{count(event.batches, 'batch')}{whose} reassigned (portion {event.portion})"]
         case events.PhaseChanged():
             return [f"phase: {event.phase}" + (f" ({cut(event.reason, 200)})" if event.reason else "")]
     return []

@@ -133,7 +133,7 @@ def _failures(folded: Folded, state: str) -> list[Sentence]:
     if so_far.ended and (counts.get("lost") or counts.get("applied_twice")):
         text = f"The batch accounting does not balance: {counts['lost']} lost, {counts['applied_twice']} applied twice."
         found.append(Sentence(Level.BAD, text))
-    gone = {node: lost.why for node, lost in so_far.lost.items() if lost.state != "left"}
+    gone = {node: lost.why for node, lost in so_far.lost.items() if lost.state in ("lost", "inactive")}
     if gone:
         named = [f"{node} ({why})" for node, why in list(gone.items())[:2]]
         more = f" and {len(gone) - 2} more" if len(gone) > 2 else ""
