@@ -22,8 +22,6 @@ from rainband.collectives.table import Move, MoveTable
 Mode = Literal["segment", "staged"]
 PRIVATE = -1
 
-Slice = tuple[int, int]  # part, chunk
-
 
 class Wait(NamedTuple):
     """Something that another rank must have done: a number of operations of its program."""

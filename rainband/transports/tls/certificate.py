@@ -18,8 +18,6 @@ import msgspec
 from rainband.errors import HandshakeFailed
 from rainband.transports.tls.ed25519 import KEY_BYTES, public_key, sign
 
-FINGERPRINT_BYTES = 32
-
 # Types of DER, the binary form of certificates, and the parts of ours that never change.
 _INTEGER, _BITS, _OCTETS, _OBJECT, _TEXT, _SEQUENCE, _SET, _DATE = 0x02, 0x03, 0x04, 0x06, 0x0C, 0x30, 0x31, 0x18
 _ED25519 = bytes.fromhex("300506032b6570")  # the algorithm
