@@ -70,6 +70,11 @@ class Requirements:
         """Return True if workers meet in rounds, in memory that they share, instead of at servers."""
         return self.split_batches or self.local_steps
 
+    @property
+    def computes_whole_batches(self) -> bool:
+        """Return True if every batch is computed at once: by one process, or by workers that share it."""
+        return self.split_batches or (self.max_replicas == 1 and self.stages is None)
+
     def replay_obstacle(self) -> str:
         """Return why a recorded run cannot be replayed; empty: it can."""
         if not self.servers:

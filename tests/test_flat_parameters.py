@@ -777,6 +777,8 @@ def test_a_layer_that_expects_statistics_of_all_workers_is_refused_by_name() -> 
     ):
         Flat(model)
     with pytest.raises(ValueError, match="^the model is a SyncBatchNorm"):
-        refuse_wrapped(nn.SyncBatchNorm(6))
+        Flat(nn.SyncBatchNorm(6))
+    refuse_wrapped(model)  # whose workers share each batch, and exchange statistics
+    Flat(model)
     Flat(conv_net())
     refuse_wrapped(conv_net())

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.dlpack import from_dlpack
 
-from rainband.model.layers import refuse_sync_batch_norm
+from rainband.model.sync_batch_norm import refuse_sync_batch_norm
 from rainband.protocol.layout import ITEM_BYTES, BlockSpec, LayoutEntry, ParameterSpec, Scalar, Settings, arrange
 
 # What a parameter group says about how one process computes or what a scheduler remembers stays where it is.

@@ -1,4 +1,4 @@
-"""Layers that torch does not have, and those that several workers cannot train."""
+"""Layers that torch does not have."""
 
 from __future__ import annotations
 
@@ -13,15 +13,35 @@ from torch.nn import functional
 Pair = int | tuple[int, int]
 
 
-def refuse_sync_batch_norm(module: nn.Module) -> None:
-    """Raise ValueError if a layer expects statistics of all workers: it would silently use those of its own worker."""
-    for name, layer in module.named_modules():
-        if isinstance(layer, nn.SyncBatchNorm):
-            what = f"the layer {name}" if name else "the model"
+class GhostBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """Batch normalization with the statistics of groups of samples, whatever the batch size (Hoffer et al. 2017).
+
+    Inputs have any number of dimensions after (samples, channels). A group of a single sample joins the one before it.
+    The running statistics, used for evaluation, follow every group as BatchNorm's follow every batch.
+    """
+
+    def __init__(self, num_features: int, group: int = 32, **settings: Any) -> None:
+        if group < 2:
+            raise ValueError(f"group={group}: statistics need at least 2 samples.")
+        super().__init__(num_features, **settings)
+        self.group = group
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
             raise ValueError(
-                f"{what} is a SyncBatchNorm, and workers do not exchange batch statistics: use "
-                "BatchNorm1d, BatchNorm2d or BatchNorm3d (leave out nn.SyncBatchNorm.convert_sync_batchnorm)."
+                f"GhostBatchNorm requires (samples, channels, ...), not an input of {input.dim()} dimensions."
             )
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training or len(input) <= self.group:
+            return super().forward(input)
+        sizes = [self.group] * (len(input) // self.group)
+        rest = len(input) % self.group
+        sizes = [*sizes, rest] if rest > 1 else [*sizes[:-1], sizes[-1] + rest]
+        return torch.cat([super(GhostBatchNorm, self).forward(part) for part in torch.split(input, sizes)])
+
+    def extra_repr(self) -> str:
+        return f"{self.num_features}, group={self.group}, eps={self.eps}, momentum={self.momentum}"
 
 
 class LocallyConnected2d(nn.Module):

@@ -32,6 +32,7 @@ class CurrentRound:
         self.kind: Kind = "skip"  # of a round without an exchange
         self.reason = ""
         self.began_at = 0.0
+        self.num_before = 0  # exchanges of statistics before the first one of gradients
 
     # ---- parts -----------------------------------------------------------------------------------------------------
 
@@ -99,6 +100,11 @@ class CurrentRound:
         return part._replace(trial="idle")
 
     # ---- exchanges -------------------------------------------------------------------------------------------------
+
+    def waited_for_statistics(self, seconds: float) -> None:
+        """Note an exchange of statistics: its time is not that of this member's computing."""
+        self.began_at += seconds
+        self.num_before = self.num_exchanges
 
     def note(self, headers: Headers) -> None:
         """Note what the members have published in an exchange."""

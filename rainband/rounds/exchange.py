@@ -23,10 +23,13 @@ step (`skip` while others averaged) receives the state of a member that did not,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from rainband.rounds.statistics import RoundStatistics
 
 
 class RoundId(NamedTuple):
@@ -148,6 +151,9 @@ class Exchange(Protocol):
 
     def mean_scalars(self, scalars: Sequence[float], weight: float | None = None) -> Outcome:
         """Average numbers without tensors. All members must call it at the same place of a round."""
+
+    def statistics(self, weight: Callable[[], float]) -> RoundStatistics:
+        """Return what exchanges statistics of layers; `weight` returns that of this member's gradients."""
 
     def skip(self, reason: str) -> None:
         """Take no part in this round: its samples count as skipped, and others average without this member."""

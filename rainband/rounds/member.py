@@ -163,7 +163,7 @@ class RoundMember:
         member, round_ = self.membership, self.round
         if not round_.missing:
             round_.divide(self.view)
-        if not round_.num_exchanges and round_.part.weight:
+        if round_.num_exchanges == round_.num_before and round_.part.weight:
             self.speeds.append(len(round_.part.samples) / max(1e-9, self.clock() - round_.began_at))
         self.sources = -1 if row is None else sum(w > 0 for w in row([m.rank for m in self.view.members])) - 1
         headers: Headers | None = yield from self._exchange("mean", tensors, weight, numbers, scalars)

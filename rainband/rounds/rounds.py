@@ -14,6 +14,7 @@ from rainband.rounds.cut import cut_beside, each_twice
 from rainband.rounds.exchange import Outcome, Part, RoundId, StateHolder
 from rainband.rounds.member import RoundMember
 from rainband.rounds.membership import Waiting
+from rainband.rounds.statistics import RoundStatistics
 from rainband.rounds.view import RoundView, has_left
 
 
@@ -120,6 +121,9 @@ class RoundExchange:
     def mean_scalars(self, scalars: Sequence[float], weight: float | None = None) -> Outcome:
         outcome: Outcome = self._run(self.member.mean_scalars(scalars, weight))
         return outcome
+
+    def statistics(self, weight: Callable[[], float]) -> RoundStatistics:
+        return RoundStatistics(self.member, self._run, weight)
 
     def skip(self, reason: str) -> None:
         self.member.round.kind, self.member.round.reason = "skip", self.reasons.bounded(reason)

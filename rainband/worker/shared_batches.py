@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rainband.model.containers import bytes_of, marked, restored
 from rainband.model.gradient import Gradient
+from rainband.model.sync_batch_norm import set_group
 from rainband.protocol.accounting import NO_WEIGHT
 from rainband.protocol.data_plan import DataPlan
 from rainband.protocol.messages import Report, Tally
@@ -27,6 +28,7 @@ from rainband.rounds.board import Board, Condition
 from rainband.rounds.exchange import Outcome
 from rainband.rounds.member import RoundMember
 from rainband.rounds.membership import RoundMembership, Waiting
+from rainband.rounds.statistics import RoundStatistics
 from rainband.strategy import Batch, BatchPart, Parameters
 
 if TYPE_CHECKING:
@@ -195,6 +197,19 @@ class SharedBatches(WorkerRounds):
         self.sends_rest = False  # what codecs have kept goes with the next exchange: the run stops after it
         self.batch: Batch | None = None  # of the open round; the next one has the number `done`
         self.result: Gradient | None = None  # its mean
+        self.statistics: RoundStatistics | None = None  # of layers, exchanged while a batch is computed
+
+    def share_statistics(self, run: Callable[[Waiting], Any]) -> None:
+        """Exchange the statistics of SyncBatchNorm layers, if there are any; `run` waits for the others."""
+        statistics = RoundStatistics(self.member, run)
+        if not set_group(self.worker.module, statistics):
+            return
+        if self.worker.microbatches > 1:
+            raise ValueError(
+                "SyncBatchNorm normalizes a whole batch, and --microbatches computes it in parts: omit --microbatches, "
+                "or use BatchNorm."
+            )
+        self.statistics = statistics
 
     # ---- parts -----------------------------------------------------------------------------------------------------
 

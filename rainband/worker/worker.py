@@ -28,7 +28,9 @@ from rainband.protocol.messages import Report, Tally
 from rainband.protocol.saved_state import SavedBlock
 from rainband.protocol.steps import Work
 from rainband.rounds.board import Board
+from rainband.rounds.cut import MIN_SAMPLES
 from rainband.rounds.encoded import EncodedExchange
+from rainband.rounds.statistics import RoundStatistics
 from rainband.strategy import Batch, BatchPart, Requirements, Servers, Strategy, WorkItem
 from rainband.tasks.task import own_optimizer, own_scheduler
 from rainband.worker.client import Client
@@ -129,6 +131,19 @@ def _factor(worker: ModuleWorker, samples: int, weight: float, num_samples: int,
     if worker.loss_parts.is_sum:
         return size / num_samples  # the mean, weighted by samples, is then the sum over the batch
     return samples / num_samples
+
+
+def _parts(worker: ModuleWorker, batch: Batch, positions: Sequence[int], size: int) -> list[GradientPart]:
+    """Return the microbatches of some samples of a batch."""
+    is_whole = len(positions) == size
+    indices = worker.sampler.indices(batch)
+    indices = indices if is_whole else indices[np.asarray(positions)]
+    return _in_microbatches(indices, worker.microbatches, worker.seed_of(batch, 0 if is_whole else positions[0]))
+
+
+def _statistics_of(worker: ModuleWorker) -> RoundStatistics | None:
+    """Return the exchanges of statistics of layers, if the model has such layers."""
+    return None if worker.shared_batches is None else worker.shared_batches.statistics
 
 
 class ModuleWorker:
@@ -237,16 +252,18 @@ class ModuleWorker:
             else (batch, self.plan.samples_in(batch.portion, batch.k))
         )
         positions = batch.positions if isinstance(batch, BatchPart) else range(size)
+        if (statistics := _statistics_of(self)) is not None:
+            statistics.has_no_samples = not positions
+            if not positions:  # take part in the exchanges of the others
+                self._compute(whole, _parts(self, whole, range(min(size, MIN_SAMPLES)), size), size)
         if not positions:
             return Gradient([None] * len(self.flat.parameters), (whole,), 0, 0.0)
         is_whole = len(positions) == size
-        seed = self._seed(whole, 0 if is_whole else positions[0])
+        seed = self.seed_of(whole, 0 if is_whole else positions[0])
         if is_whole and self.microbatches == 1:
             seed_global_generators(seed)
             return self._compute(whole, [GradientPart(seed, size)], size, self.fetch(whole))
-        indices = self.sampler.indices(whole)
-        indices = indices if is_whole else indices[np.asarray(positions)]
-        return self._compute(whole, _in_microbatches(indices, self.microbatches, seed), size)
+        return self._compute(whole, _parts(self, whole, positions, size), size)
 
     def _compute(self, batch: Batch, parts: Sequence[GradientPart], size: int, whole: Any = None) -> Gradient:
         """Return the gradient of the mean loss over microbatches; only the activations of one are in memory.
@@ -256,14 +273,16 @@ class ModuleWorker:
         for parameter in self.flat.parameters:
             parameter.grad = None
         num_samples, total, weight = sum(part.samples for part in parts), 0.0, 0.0
-        stated = states_weight(self.task) is not None
+        stated, statistics = states_weight(self.task) is not None, _statistics_of(self)
         for part in parts:
             if whole is None:
                 seed_global_generators(part.seed)
             samples = self.data.batch(part.indices) if whole is None else whole
             own = weight_of(self.task, samples, part.samples)  # before the loss, which may change its batch
             weight += own
-            if not own:
+            if statistics is not None:
+                statistics.own_weight = own
+            elif not own:
                 continue
             try:
                 loss = self.task.loss(self.module, samples)
@@ -274,8 +293,10 @@ class ModuleWorker:
             if len(parts) > 1 or (num_samples < size and not stated):
                 loss = loss * _factor(self, part.samples, own, num_samples, size)
             loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.item()
+            total += loss.item() if own else 0.0
         self.flat.check()
+        if statistics is not None and statistics.has_no_samples:
+            return Gradient([], (batch,), 0, 0.0)
         gradient = Gradient(self.tensors(), (batch,), num_samples, total, weight)
         if not weight:
             gradient.left_out = NO_WEIGHT
@@ -294,7 +315,7 @@ class ModuleWorker:
         """Return the gradients that autograd has left."""
         return self.flat.gradients()
 
-    def _seed(self, batch: Batch, first: int = 0) -> int:
+    def seed_of(self, batch: Batch, first: int = 0) -> int:
         """Return the seed of a batch, or of the part of it that begins with this sample."""
         plan = self.plan  # not the portion: how many batches it has depends on the number of workers
         name = f"{plan.seed} {plan.epoch_of(batch.portion)} {plan.number(batch.portion, batch.k)}"

@@ -368,9 +368,6 @@ class StageWorker(ModuleWorker):
             stashing.begin_at(self.accounting)
         return stashing
 
-    def seed_of(self, batch: Batch) -> int:
-        return self._seed(batch)
-
     def fragment_run(self, number: int) -> FragmentRun:
         """Return the run for microbatch `number` of a batch; they are reused by later batches."""
         while len(self.fragment_runs) <= number:

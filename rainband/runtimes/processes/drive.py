@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rainband.errors import CoordinatorLost, Stop
 from rainband.protocol.steps import Handle, Look, Steps, Work
+from rainband.rounds.membership import RoundMembership, Waiting
 from rainband.worker.session import Dismissed
 from rainband.worker.shared_batches import OthersInRound
 
@@ -76,6 +77,17 @@ def _provide(needed: object, wait: Wait, training: Session | None) -> Stop | Non
             else:
                 _wait_for(needed, wait)
     return None
+
+
+def drive_round(member: RoundMembership, wait: Wait, waiting: Waiting) -> Any:
+    """Go through a part of the protocol of rounds within the computing of a gradient, and return its result."""
+    try:
+        while True:
+            until = next(waiting)
+            while until is not None and not until():
+                _wait_for(OthersInRound(until, member), wait)
+    except StopIteration as end:
+        return end.value
 
 
 def _wait_for(needed: Handle, wait: Wait) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from rainband.model.block_optimizer import build
 from rainband.model.flat_parameters import Flat
 from rainband.model.save import load_weights
 from rainband.model.seeds import global_generators_from
+from rainband.model.sync_batch_norm import share_statistics
 from rainband.observer import Observer, join_observers
 from rainband.plugins import load_strategy
 from rainband.protocol.messages import Address, Peer
@@ -24,7 +26,7 @@ from rainband.runtimes.config import Job, dataset_of
 from rainband.runtimes.hogwild.pairs import PairModel
 from rainband.runtimes.hogwild.worker import MemoryModel, MessageCheck
 from rainband.runtimes.processes.compute import min_step_time, prefetched
-from rainband.runtimes.processes.drive import drive
+from rainband.runtimes.processes.drive import drive, drive_round
 from rainband.runtimes.processes.worker_link import WorkerLink
 from rainband.strategy import Strategy
 from rainband.tasks.load import load_task
@@ -71,6 +73,8 @@ class WorkerProcess(WorkerLink):
 
     def _build(self, task: Task) -> tuple[Data, WorkerModel[Any], Flat]:
         module = task.model()
+        if self.strategy is not None and self.strategy.requires.computes_whole_batches:
+            share_statistics(module)
         load_weights(module, self.config.from_weights)
         data = task.data()
         flat = Flat(module, parameter_groups(task, module))
@@ -99,6 +103,10 @@ class WorkerProcess(WorkerLink):
                 timeout_s = self.config.failure_timeout_s
                 group = SharedGroup(self.group_files, self.index, on_lost="continue", timeout_s=timeout_s)
                 worker.shared_batches.member.average = GroupAverage(group, requires.algorithm)
+            if worker.shared_batches is not None:
+                worker.shared_batches.share_statistics(
+                    partial(drive_round, worker.shared_batches.member.membership, self.wait)
+                )
 
     def _before_step(self, worker: ModuleWorker) -> Callable[[], None] | None:
         measuring = self._measuring(worker)

@@ -18,6 +18,7 @@ from rainband.errors import Deadlock
 from rainband.model.block_optimizer import build
 from rainband.model.flat_parameters import Flat
 from rainband.model.save import load_weights
+from rainband.model.sync_batch_norm import share_statistics
 from rainband.model_parallel.placement.stage_plan import StagePlan
 from rainband.plugins import load_strategy
 from rainband.protocol.messages import Address, Dataset, Join
@@ -246,6 +247,8 @@ def _scenario(config: RunConfig, task: Task | None, strategy: Strategy | None) -
     check_optimizer(task, strategy)
     torch.manual_seed(config.seed)
     load_weights(module := task.model(), config.from_weights)
+    if strategy.requires.computes_whole_batches and config.num_workers == 1:
+        share_statistics(module)
     flat = Flat(module, parameter_groups(task, module))
     if config.sim.time_only:
         leave_out_the_compiler()

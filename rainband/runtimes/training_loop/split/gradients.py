@@ -204,7 +204,7 @@ class GradientExchange:
         alone = len(self.exchange.members) == 1
         tensors += [None if alone else buffer.change() for buffer in self.tensors.buffers]
         stop = 0.0 if self.wants_stop is None else 1.0
-        weight = self._weight()
+        weight = self.weight_of_mean()
         self.trial.before(self.part if self.weight is None else None, self.tensors.parameters)
         outcome = self.exchange.mean(tensors, weight, numbers_of(self.state.optimizers), (stop,))
         self._check_together()
@@ -231,7 +231,7 @@ class GradientExchange:
         if outcome.scalars and outcome.scalars[0] > 0:
             self.state.stopped = self._why_stopped()
 
-    def _weight(self) -> float | None:
+    def weight_of_mean(self) -> float | None:
         """Return the weight of the next exchange of gradients; None: the number of samples of this worker's part."""
         if self.deferred or self.state.is_sum:
             return 1.0  # the gradients are scaled
@@ -318,3 +318,12 @@ class GradientExchange:
         if message not in self.told:
             self.told.add(message)
             print(message, file=sys.stderr)
+
+
+def weight_of_part(gradients: GradientExchange) -> float:
+    """Return what the gradients of a worker's part count, before they are scaled: within the model."""
+    part = gradients.part
+    if part is None or gradients.state.is_sum:
+        return 1.0
+    weight = gradients.weight_of_mean() if part.weight else 0.0
+    return float(part.weight) if weight is None else weight

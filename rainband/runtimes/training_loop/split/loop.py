@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from rainband.model.sync_batch_norm import set_group
 from rainband.rounds.exchange import Exchange
 from rainband.runtimes.processes.worker_link import WorkerLink
 from rainband.runtimes.training_loop.loop import is_normal_exit
@@ -30,7 +32,7 @@ from rainband.runtimes.training_loop.split.batches import (
     batches_of,
     batches_of_dataset,
 )
-from rainband.runtimes.training_loop.split.gradients import GradientExchange
+from rainband.runtimes.training_loop.split.gradients import GradientExchange, weight_of_part
 from rainband.runtimes.training_loop.split.parts import batch_length, part_of
 from rainband.runtimes.training_loop.split.passes import OpenPasses
 from rainband.runtimes.training_loop.split.session import LoopSession
@@ -65,6 +67,7 @@ class SplitLoop:
         self.exchange = make_exchange(self.state, tensors.examples())
         self.rank = self.exchange.rank
         self.gradients = GradientExchange(self.exchange, self.state, num_workers, session)
+        set_group(self.model, self.exchange.statistics(partial(weight_of_part, self.gradients)))
         self.passes = OpenPasses(self.exchange, self.gradients, self.state, num_workers, session)
 
     def __enter__(self) -> SplitLoop:

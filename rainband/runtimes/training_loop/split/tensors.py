@@ -13,7 +13,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from rainband.model.layers import refuse_sync_batch_norm
+from rainband.model.sync_batch_norm import share_statistics
 from rainband.rounds.average import finite
 
 
@@ -218,7 +218,7 @@ class SharedBuffer:
 
 def refuse_wrapped(model: nn.Module) -> None:
     """Raise ValueError if another library already exchanges gradients of this model, or if they are sparse."""
-    refuse_sync_batch_norm(model)
+    share_statistics(model)
     for name, module in model.named_modules():
         kind = type(module)
         if isinstance(module, nn.parallel.DistributedDataParallel) or "fsdp" in kind.__module__:
