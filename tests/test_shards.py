@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rainband.protocol.layout import LayoutEntry, PlacedBlocks, align, arrange, cut, deal, place
+from rainband.protocol.layout import LayoutEntry, PlacedBlocks, align, arrange, cut, deal, place, place_again
 
 KIB = 256  # elements of 4 bytes
 
@@ -48,6 +48,24 @@ def test_servers_hold_the_same_within_a_tenth(kibs: list[int], num_servers: int,
             0.9 * mean - 64 * len(sizes) <= load <= 1.1 * mean + 64 * len(sizes) for load in loads(placed, num_servers)
         )
     assert sum(block.numel for block in placed.blocks) == sum(sizes)
+
+
+@given(st.lists(st.integers(1, 3000), min_size=2, max_size=8), st.integers(1, 8), st.integers(1, 8), st.integers(1, 5))
+def test_blocks_of_a_run_that_continues_are_aligned_again(
+    kibs: list[int], before: int, num_servers: int, blocks: int
+) -> None:
+    """With any other number of servers: at most S + K - 1 pairs, and no block has elements of two earlier ones."""
+    layout = arrange([LayoutEntry(f"p{part}", (kib * KIB,), part=part) for part, kib in enumerate(kibs)])
+    earlier = place(layout, before, (1 << 20) // blocks)
+    edges: list[list[int]] = [[0] for _ in layout.vectors]
+    for block in earlier.blocks:
+        edges[block.vector].append(block.stop)
+    placed = place_again(layout, edges, num_servers)
+    assert placed.num_pairs() <= num_servers + len(kibs) - 1
+    assert {(b.vector, b.stop) for b in earlier.blocks} <= {(b.vector, b.stop) for b in placed.blocks}
+    assert sum(block.numel for block in placed.blocks) == sum(kibs) * KIB
+    mean = sum(kibs) * KIB * 4 / num_servers
+    assert placed.imbalance(num_servers) <= 0.1 + 64 * len(kibs) / mean
 
 
 @pytest.mark.parametrize("num_servers", [1, 2, 3, 7])

@@ -7,7 +7,7 @@ import msgspec
 from rainband.coordinator.state import CoordinatorOutput, Phase, RunState, WorkerState
 from rainband.protocol import events
 from rainband.protocol.data_plan import MAX_PORTION_BATCHES, OPEN_ENDED, DataPlan, choose_portion_batches
-from rainband.protocol.layout import Layout, PlacedBlocks, cut, cut_again, dealt, place
+from rainband.protocol.layout import Layout, PlacedBlocks, cut, place, place_again
 from rainband.protocol.messages import Assign, Dataset, Join, Peer, Planned, Welcome
 from rainband.protocol.saved_state import Restore
 from rainband.server import tree
@@ -22,7 +22,7 @@ class Planning:
     def __init__(self, state: RunState) -> None:
         self.state = state
         self.first: Dataset | None = None  # the first one of loops that share each batch
-        self.num_pairs = 0  # of a part of the model and a server
+        self.placed = PlacedBlocks((), ())
 
     def make(self, join: Join, now: float) -> list[CoordinatorOutput]:
         """Make the plan and the blocks; assign the blocks to the servers."""
@@ -32,7 +32,7 @@ class Planning:
         data = NO_DATA if join.custom_loop else _data_of(join)
         state.plan = self._first_plan(join, data)
         placed = self._place(join.layout)
-        self.num_pairs = placed.num_pairs()
+        self.placed = placed
         state.welcome = Welcome(
             plan=state.plan,
             servers=tuple(state.servers[i].address for i in sorted(state.servers)),
@@ -77,7 +77,7 @@ class Planning:
         edges: list[list[int]] = [[0] for _ in layout.vectors]
         for saved in settings.restore.blocks:
             edges[saved.vector].append(saved.stop)
-        return dealt(cut_again(layout, edges, settings.num_owners), settings.num_owners)
+        return place_again(layout, edges, settings.num_owners)
 
     def _num_replicas(self, join: Join) -> int:
         """Return the replicas for which update rules are made: rounds stay those with which the run began."""
@@ -180,7 +180,8 @@ class Planning:
                 batch_size=plan.batch_size,
                 epochs=plan.epochs if known else 0,
                 workers_per_replica=state.settings.workers_per_replica,
-                server_pairs=self.num_pairs,
+                server_pairs=self.placed.num_pairs(),
+                server_imbalance=self.placed.imbalance(state.settings.num_owners),
             )
         )
         if plan.batch_size > plan.num_samples:

@@ -44,6 +44,7 @@ class PlanMade(Event, frozen=True):
     epochs: int
     workers_per_replica: int = 1  # workers that compute one copy of the model together
     server_pairs: int = 0  # pairs of one of them and a server that holds its parameters
+    server_imbalance: float = 0.0  # a server holds at most this fraction of the mean more or less bytes
 
 
 class StagePredicted(msgspec.Struct, frozen=True):

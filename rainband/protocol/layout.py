@@ -212,6 +212,14 @@ class PlacedBlocks(NamedTuple):
         """Return the number of pairs of a part and a server that holds some of it."""
         return len({(block.part, owner) for block, owner in zip(self.blocks, self.owners, strict=False)})
 
+    def imbalance(self, num_servers: int) -> float:
+        """Return by which fraction of the mean a server has more or less bytes, at most."""
+        loads = [0] * num_servers
+        for block, owner in zip(self.blocks, self.owners, strict=False):
+            loads[owner] += block.num_bytes
+        mean = sum(loads) / max(1, num_servers)
+        return max(abs(load - mean) for load in loads) / mean if mean else 0.0
+
 
 def place(layout: Layout, num_servers: int, block_bytes: int = 1 << 20) -> PlacedBlocks:
     """Cut a model into blocks, and give each a server.
@@ -221,19 +229,37 @@ def place(layout: Layout, num_servers: int, block_bytes: int = 1 << 20) -> Place
     S + K - 1 pairs of a part and a server, and max(S, K) if parts are equal and one number divides the other; a server
     holds at most a tenth more or less than the mean.
     """
-    sizes: dict[int, int] = {}
-    for vector in layout.vectors:
-        sizes[vector.part] = sizes.get(vector.part, 0) + _num_bytes(vector)
-    if len(sizes) < 2:
+    fractions = _fractions(layout, num_servers)
+    if len(fractions) < 2:
         return dealt(cut(layout, num_servers, block_bytes), num_servers)
-    parts = list(sizes)
-    fractions = dict(zip(parts, align(list(sizes.values()), num_servers), strict=True))
     edges, owners = [], []
     for vector in layout.vectors:
         of_vector, servers = _edges_in_rounds(vector, fractions[vector.part], block_bytes)
         edges.append(of_vector)
         owners += servers
     return PlacedBlocks(cut_at(layout, edges), tuple(owners))
+
+
+def place_again(layout: Layout, edges: Sequence[Sequence[int]], num_servers: int) -> PlacedBlocks:
+    """Place the blocks that a model had before, whose edges these are, or parts of them: see `place`, `cut_again`."""
+    fractions = _fractions(layout, num_servers)
+    if len(fractions) < 2:
+        return dealt(cut_again(layout, edges, num_servers), num_servers)
+    finer, owners = [], list[int]()
+    for vector, before in zip(layout.vectors, edges, strict=True):
+        of_vector, servers = _edges_in_rounds(vector, fractions[vector.part], vector.numel * 16)
+        both = sorted({*before, *of_vector})
+        finer.append(both)
+        owners += [servers[bisect_right(of_vector, start) - 1] for start in both[:-1]]
+    return PlacedBlocks(cut_at(layout, finer), tuple(owners))
+
+
+def _fractions(layout: Layout, num_servers: int) -> dict[int, dict[int, int]]:
+    """Return, for each part of a model that has several, its servers and how many bytes each of them holds."""
+    sizes: dict[int, int] = {}
+    for vector in layout.vectors:
+        sizes[vector.part] = sizes.get(vector.part, 0) + _num_bytes(vector)
+    return dict(zip(sizes, align(list(sizes.values()), num_servers), strict=True)) if len(sizes) > 1 else {}
 
 
 def dealt(blocks: Sequence[BlockSpec], num_servers: int) -> PlacedBlocks:

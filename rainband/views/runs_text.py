@@ -15,7 +15,7 @@ from rainband.protocol import events
 from rainband.views import predicted_stages as predicted
 from rainband.views.charts import curve, histogram, ink_for
 from rainband.views.event_text import links, num_nodes, plan_made, progress_line, user_error
-from rainband.views.formatting import assignment, count, duration, short, size, table, whole
+from rainband.views.formatting import assignment, count, duration, percent, short, size, table, whole
 from rainband.views.history import PastRun, RunSoFar, loss_curve
 from rainband.views.summary import results, summary
 
@@ -132,7 +132,8 @@ def _about(run: PastRun) -> list[tuple[str, str]]:
         if so_far.plan.workers_per_replica > 1 and so_far.started and so_far.started.num_servers:
             workers, servers = so_far.plan.workers_per_replica, so_far.started.num_servers
             pairs = f"{count(so_far.plan.server_pairs, 'pair')} of a worker and a server that holds its parameters"
-            rows.append(("shards", f"in each replica {pairs}, of {workers * servers} possible"))
+            held = f"servers hold the same bytes within {percent(so_far.plan.server_imbalance)}"
+            rows.append(("shards", f"in each replica {pairs}, of {workers * servers} possible; {held}"))
     if run.unreadable:
         rows.append(("note", f"{run.unreadable} lines of events.jsonl could not be read"))
     if run.config:
