@@ -102,7 +102,7 @@ def test_a_replica_whose_stage_is_killed_stops_and_the_other_does_its_work(
     assert "worker 3 of the same replica was lost" in lost["worker 2"] or "PeerLost" in lost["worker 2"]
 
 
-def test_the_only_replica_ends_with_the_reason(launcher: RunLauncher, tmp_path: Path) -> None:
+def test_the_only_replica_is_started_again(launcher: RunLauncher, tmp_path: Path) -> None:
     stage_plan = planned(Shaped("chain"), 2)
     with launcher.run(
         tmp_path, "downpour", workers=2, stage_plan=stage_plan, name="chain", samples=6000, timeout_s=2.0, **STAGED
@@ -111,5 +111,9 @@ def test_the_only_replica_ends_with_the_reason(launcher: RunLauncher, tmp_path: 
         run.remember()
         run.worker(1).kill()
         result = run.result()
-    assert result.outcome == "failed"
-    assert "worker 1 of the same replica was lost: killed by signal 9" in result.reason
+    assert result.outcome == "finished", result.reason
+    assert (result.accounting["applied"], result.accounting["lost"], result.accounting["applied_twice"]) == (1500, 0, 0)
+    joined = [event.node for event in run.all(events.Joined)]
+    assert (joined.count("worker 0"), joined.count("worker 1")) == (2, 2)
+    lost = {event.node: event.why for event in run.all(events.Lost)}
+    assert "killed by signal 9" in lost["worker 1"]

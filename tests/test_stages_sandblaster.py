@@ -63,6 +63,17 @@ def test_a_worker_that_is_lost_or_slow_changes_no_iterate(tmp_path: Path, worker
     assert losses(disturbed) == pytest.approx(losses(seen), rel=1e-9)
 
 
+@pytest.mark.parametrize("worker", range(2))
+@pytest.mark.parametrize("part", [1, *(pytest.param(part, marks=pytest.mark.slow) for part in (0, 2, 3, 4, 5))])
+def test_the_only_replica_is_started_again_and_changes_no_iterate(tmp_path: Path, worker: int, part: int) -> None:
+    settings = {"iterations": 2, **EXACT}
+    calm, seen = simulated(tmp_path / "calm", "chain", "sandblaster", 2, 1, **settings)
+    script = f"{calm.seconds * (0.05 + 0.13 * part):.9f} kill worker {worker}"
+    result, disturbed = simulated(tmp_path / "lost", "chain", "sandblaster", 2, 1, script, **settings)
+    assert result.outcome == "finished", result.reason
+    assert losses(disturbed) == pytest.approx(losses(seen), rel=1e-9)
+
+
 @pytest.mark.processes
 def test_sandblaster_in_stages(launcher: RunLauncher, tmp_path: Path) -> None:
     directory = tmp_path / "run"

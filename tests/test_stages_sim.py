@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -28,22 +29,27 @@ def simulated(
     folder: Path, name: str, strategy: str, stages: int, replicas: int, faults: str = "", **settings: Any
 ) -> tuple[SimulatedResult, Seen]:
     folder.mkdir(parents=True, exist_ok=True)
-    task = Shaped(name, samples=48)
     seen = Seen()
-    config = RunConfig(
+    return run(configured(folder, name, strategy, stages, replicas, faults, **settings), seen), seen
+
+
+def configured(
+    folder: Path, name: str, strategy: str, stages: int, replicas: int, faults: str = "", **settings: Any
+) -> RunConfig:
+    task = Shaped(name, samples=48)
+    return RunConfig(
         task="tests.stage_tasks:Shaped",
         task_settings={"name": name, "samples": 48},
         strategy=strategy,
         strategy_settings={"batch_per_worker": True, **settings} if strategy == "sync" else settings,
         num_workers=stages * replicas,
-        num_servers=2 if strategy != "single" else 0,
+        num_servers=2 if strategy not in ("single", "pipedream") else 0,
         runtime="sim",
         epochs=2,
         directory=str(folder),
         sim=SimSettings(faults=faults),
         stage_plan=planned(task, stages) if stages > 1 else None,
     )
-    return run(config, seen), seen
 
 
 @pytest.mark.parametrize("name", ["chain", "tied", "branches"])
@@ -97,13 +103,29 @@ def test_a_replica_that_loses_a_stage_stops_and_the_others_do_its_work(
     assert lost == {"worker 3", "worker 4", "worker 5"}
 
 
-def test_the_only_replica_that_loses_a_stage_ends_the_run_and_says_why(tmp_path: Path) -> None:
-    calm, _ = simulated(tmp_path / "calm", "chain", "downpour", stages=2, replicas=1)
-    result, _ = simulated(
-        tmp_path, "chain", "downpour", stages=2, replicas=1, faults=f"{0.5 * calm.seconds:.9f} kill worker 1"
-    )
+@pytest.mark.parametrize("strategy", SOME)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_the_only_replica_that_loses_a_stage_is_started_again(tmp_path: Path, strategy: str, stage: int) -> None:
+    calm, _ = simulated(tmp_path / "calm", "chain", strategy, stages=2, replicas=1)
+    faults = f"{0.5 * calm.seconds:.9f} kill worker {stage}"
+    result, seen = simulated(tmp_path, "chain", strategy, stages=2, replicas=1, faults=faults)
+    assert result.outcome == "finished", result.reason
+    assert (result.accounting["applied"], result.accounting["lost"], result.accounting["applied_twice"]) == (24, 0, 0)
+    joined = [event.node for event in seen if isinstance(event, events.Joined) and event.node.startswith("worker")]
+    assert sorted(joined) == ["worker 0", "worker 0", "worker 1", "worker 1"]
+
+
+def test_a_replica_that_is_lost_before_it_joins_is_started_again(tmp_path: Path) -> None:
+    faults = "0.000000001 kill worker 1"
+    result, _ = simulated(tmp_path, "chain", "downpour", stages=2, replicas=1, faults=faults)
+    assert (result.outcome, result.accounting["applied"]) == ("finished", 24), result.reason
+
+
+def test_pipedream_has_no_servers_and_ends_with_the_reason(tmp_path: Path) -> None:
+    calm, _ = simulated(tmp_path / "calm", "chain", "pipedream", stages=2, replicas=1)
+    faults = f"{0.5 * calm.seconds:.9f} kill worker 1"
+    result, _ = simulated(tmp_path, "chain", "pipedream", stages=2, replicas=1, faults=faults)
     assert result.outcome == "failed"
-    assert "no worker is left: worker 0 was the last" in result.reason
     assert "worker 1 of the same replica was lost" in result.reason
 
 
@@ -164,3 +186,21 @@ def test_teams_survive_every_kind_of_fault_or_say_why_not(tmp_path: Path, seed: 
         assert result.accounting["applied"] + sum(result.accounting["skipped"].values()) == 24
     if result.accounting:
         assert (result.accounting["lost"], result.accounting["applied_twice"]) == (0, 0) or result.outcome == "failed"
+
+
+@pytest.mark.parametrize("strategy", ["downpour", "sync"])
+def test_a_replica_is_evaluated_on_the_way_as_a_whole_model_is_and_ends_at_a_target(
+    tmp_path: Path, strategy: str
+) -> None:
+    found = []
+    for stages in (1, 2):
+        seen = Seen()
+        (folder := tmp_path / f"{stages}").mkdir()
+        config = configured(folder, "chain", strategy, stages, replicas=1, **(SGD if strategy == "sync" else {}))
+        slow = SimSettings(compute={"kind": "constant", "step_s": 1.0})
+        config = msgspec.structs.replace(config, sim=slow, eval_every_s=5.0, target="loss=1e9")
+        result = run(config, seen)
+        metrics = [event.metrics["loss"] for event in seen if isinstance(event, events.Progress) and event.metrics]
+        assert 0 < result.accounting["applied"] < 24  # it has ended at the first evaluation
+        found.append(metrics[0])
+    assert found[1] == pytest.approx(found[0], rel=0.2)  # with other numbers of batches done

@@ -87,7 +87,6 @@ def test_losses_are_better_when_smaller(metric: str, value: float, measured: flo
         ("downpour", {"target": "accuracy=nan"}, "type a metric and a number"),
         ("downpour", {"target": "accuracy=0.9", "eval_every_s": 0.0}, "requires evaluations"),
         ("pipedream", {"target": "accuracy=0.9", "stages": 2}, "evaluates only at its end"),
-        ("downpour", {"target": "accuracy=0.9", "stages": 2, "runtime": "sim"}, "evaluated only at the end"),
         ("downpour", {"target": "accuracy=0.9", "time_only": True, "runtime": "sim"}, "nothing is evaluated"),
     ],
 )

@@ -263,7 +263,8 @@ class Liveness:
         if worker is None or worker.peer != peer or not worker.connected:
             return []
         outs = self._lose_worker(worker, now, why, absence) + self._dismiss_stage_peers(peer, now, why)
-        if self.state.phase is Phase.RUNNING and self.state.awaits_workers() and not self.state.connected():
+        is_joinable = self.state.settings.joinable and self.state.awaits_workers()
+        if self.state.phase is Phase.RUNNING and is_joinable and not self.state.connected():
             self.state.events.append(events.Warned(at_s=now, text=NO_WORKER_LEFT, no_worker_left=True))
         return outs + self.shutdown.after_loss()
 
@@ -294,8 +295,10 @@ class Liveness:
 
     def never_joins(self, peer: Peer, now: float, why: str) -> list[CoordinatorOutput]:
         """Note that a worker's process has ended before it joined, and will not be restarted."""
-        state = self.state
-        if state.phase is Phase.OVER or peer.index in state.workers or peer.index in state.missing:
+        state, known = self.state, self.state.workers.get(peer.index)
+        if state.phase is Phase.OVER or (known is not None and known.peer.incarnation >= peer.incarnation):
+            return []
+        if peer.index in state.missing:
             return []
         state.missing.add(peer.index)
         state.report_loss(peer, now, f"before it joined: {why}")

@@ -61,6 +61,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     workers_per_replica: int = 1  # with consecutive ranks; the first of them has the leases
     num_local: int | None = None  # workers of the run's own machine, with the lowest ranks; None: all
     joinable: bool = False  # more workers may join from other machines
+    restarts: bool = False  # the runtime starts lost workers of replicas again
     checkpoint_every_s: float = 0.0  # 0: no checkpoints
     restore: Restore | None = None  # the checkpoint from which the run continues
     target: Target | None = None  # at which the run ends
@@ -226,8 +227,11 @@ class RunState:
         return [w for w in self.workers.values() if w.connected]
 
     def awaits_workers(self) -> bool:
-        """Return whether a run without workers goes on, because others may join from other machines."""
-        return self.settings.joinable and self.outcome == "finished" and self.phase in BEFORE_THE_END
+        """Return whether a run without workers goes on: others may join from other machines, or are started again."""
+        settings = self.settings
+        firsts = range(0, settings.num_workers, settings.workers_per_replica)
+        starts = settings.restarts and any(self.missing.isdisjoint(self.replica_indices(first)) for first in firsts)
+        return (settings.joinable or starts) and self.outcome == "finished" and self.phase in BEFORE_THE_END
 
     def num_live(self) -> int:
         """Count the active replicas that have not ended."""

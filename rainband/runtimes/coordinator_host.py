@@ -61,7 +61,9 @@ class CoordinatorHost:
         """A node's connection closed, or its process ended; `for_good`: it is not started again."""
         coordinator = self.coordinator
         self.send(coordinator.lost(peer, self.now(), why))
-        if peer.index in (coordinator.state.workers if peer.role == "worker" else coordinator.state.servers):
+        state = coordinator.state
+        known = (state.workers if peer.role == "worker" else state.servers).get(peer.index)
+        if known is not None and known.peer.incarnation >= peer.incarnation:
             return
         forming = coordinator.state.phase == "forming"
         if forming and peer.role == "server":

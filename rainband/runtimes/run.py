@@ -216,6 +216,7 @@ def settings_of(config: RunConfig, model_path: str, restore: Restore | None = No
         optimizers=config.optimizers,
         num_local=config.num_local,
         joinable=bool(config.listen),
+        restarts=config.stage_plan is not None and config.num_servers > 0,
         min_workers=config.min_workers,
         checkpoint_every_s=config.checkpoint_every_s,
         restore=restore,

@@ -43,6 +43,7 @@ from rainband.runtimes.processes.entries import (
     how_it_ended,
     modules_of_workers,
 )
+from rainband.runtimes.processes.restarts import Restarts
 from rainband.runtimes.processes.zygote import Exited, SpawnFailed, Starter, Zygote
 from rainband.runtimes.run import MODEL_FILE, Run, View
 from rainband.runtimes.run import RunResult as RunResult
@@ -131,6 +132,7 @@ class Launcher(Run):
         self.hub = Hub(COORDINATOR, accepted, self.run_id, self, MAX_BODY_BYTES, config.failure_timeout_s)
         self.processes: dict[int, Peer] = {}  # by token
         self.causes: dict[Peer, str] = {}  # how processes ended
+        self.restarts = Restarts(self.coordinator.state, self.causes)
         self.host = CoordinatorHost(
             self.coordinator,
             self._now,
@@ -224,11 +226,15 @@ class Launcher(Run):
             self.emit(predicted)
 
     def _start_processes(self, address: Address) -> None:
+        self.address = address
         for index in range(self.config.num_servers):
             self._start(address, "server", index, threads=1)
         self.zygote.preload(modules_of_workers(self.config, self.strategy.requires))
-        for index in self.settings.local_ranks:
-            self._start(address, "worker", index, self.config.threads)
+        for rank in self.settings.local_ranks:
+            self._start_worker(rank)
+
+    def _start_worker(self, rank: int) -> None:
+        self._start(self.address, "worker", rank, self.config.threads, self.restarts.next(rank))
 
     def _start(self, address: Address, role: str, index: int, threads: int | None, incarnation: int = 0) -> None:
         door = self.machines.doors.of_server(index) if self.machines is not None and role == "server" else None
@@ -386,10 +392,34 @@ class Launcher(Run):
 
     def _is_lost_for_good(self, peer: Peer) -> bool:
         """Return True if a node's process has ended and is not started again."""
+        returns = peer.role == "worker" and self._starts_again(peer) and self.restarts.may_return(peer)
+        return peer in self.causes and not returns
+
+    def _starts_again(self, worker: Peer) -> bool:
+        """Return True if a lost worker is started again: one of a replica, whose servers have the parameters."""
+        return self.settings.restarts and worker.index in self.settings.local_ranks
+
+    def _start_lost_workers(self, now: float) -> None:
+        def is_lost(peer: Peer) -> bool:
+            return self._starts_again(peer) and self._is_lost(peer)
+
+        for rank in self.restarts.due(now, is_lost, lambda peer: self.host.lost(peer, self.causes.get(peer, "lost"))):
+            self._start_worker(rank)
+
+    def _is_lost(self, peer: Peer) -> bool:
+        """Return True if a worker's process has ended. One that does not, although it was dismissed, is killed."""
+        worker = self.coordinator.state.workers.get(peer.index)
+        if peer not in self.causes and worker is not None and worker.peer == peer and not worker.connected:
+            silent_s = self._now() - worker.heartbeat_at
+            token = next(token for token, started in self.processes.items() if started == peer)
+            if silent_s > self.config.failure_timeout_s and isinstance(self.zygote, Zygote):
+                self.zygote.signal(token, signal.SIGKILL)
         return peer in self.causes
 
     def _look_after_workers(self) -> None:
-        """Exclude workers that send no heartbeats from rounds of split batches, so that no worker waits for them."""
+        """Start lost workers again; let no worker wait in rounds of split batches for one without heartbeats."""
+        if self.settings.restarts:
+            self._start_lost_workers(time.monotonic())
         if self.rounds is None or not isinstance(self.zygote, Zygote):
             return
         workers = self.coordinator.state.workers

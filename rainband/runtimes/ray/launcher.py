@@ -20,11 +20,10 @@ from rainband.protocol import events
 from rainband.protocol.messages import Address, Peer
 from rainband.runtimes.config import RunConfig
 from rainband.runtimes.machines.doors import Doors
-from rainband.runtimes.machines.joiner import pause_s
 from rainband.runtimes.machines.machine_host import MachineHost
 from rainband.runtimes.machines.mirror import MirrorOrder
 from rainband.runtimes.machines.software import own_software
-from rainband.runtimes.processes.entries import ENTRIES, FINE, SERVERS_NEED, modules_of_workers
+from rainband.runtimes.processes.entries import ENTRIES, SERVERS_NEED, modules_of_workers
 from rainband.runtimes.processes.launcher import Launcher
 from rainband.runtimes.processes.zygote import Starter
 from rainband.runtimes.ray.cluster import RayConnection, Resources, connected
@@ -37,12 +36,10 @@ from rainband.tasks.load import task_names
 from rainband.transports.connect import host_and_port
 
 PLACED_WITHIN_S = 5.0  # usually; later, a warning names what is missing
-MOST_FAILED_STARTS = 5  # of one worker, one after the other, before it is given up
 OPEN = (
     "the Ray cluster demands no token, so everyone who reaches its ports can run programs on it. Start its nodes with "
     "RAY_AUTH_MODE=token, and put the token into ~/.ray/auth_token."
 )
-STARTING = ("forming", "loading", "running")
 
 
 def run(
@@ -81,9 +78,6 @@ class RayLauncher(Launcher):
     ) -> None:
         self.ray, self.is_open = connection
         self.own_code = bool(fds) or _names_own_code(config)
-        self.incarnations: dict[int, int] = {}  # rank -> the last one that was started
-        self.failed_starts: dict[int, int] = {}  # rank -> incarnations that never joined, since the last that did
-        self.start_at: dict[int, float] = {}  # rank -> when to start a lost worker again
         self.said_unplaced = False
         super().__init__(config, view, capture, entries, fds, strategy)
 
@@ -139,36 +133,24 @@ class RayLauncher(Launcher):
             self._start_worker(rank)
 
     def _start_worker(self, rank: int) -> None:
-        if rank in self.incarnations and self.rounds is not None:
+        if rank in self.restarts.incarnations and self.rounds is not None:
             self.rounds.exclude(rank)  # nothing more of the earlier one is taken from its machine
-        life = self.incarnations[rank] = self.incarnations.get(rank, -1) + 1
-        self._start(self.address, "worker", rank, self.config.threads, life)
+        super()._start_worker(rank)
 
     def emit(self, event: events.AnyEvent) -> None:
         is_alone = isinstance(event, events.Warned) and event.no_worker_left
-        returns = any(self._may_return(Peer("worker", rank, life)) for rank, life in self.incarnations.items())
+        returns = any(map(self.restarts.may_return, self.restarts.peers()))
         if not (is_alone and returns):  # otherwise there is nothing to do
             super().emit(event)
 
     def _exclude(self, worker: Peer) -> None:
-        if self.incarnations.get(worker.index) == worker.incarnation:  # otherwise, the next one is there
+        if self.restarts.is_last(worker):  # otherwise, the next one is there
             super()._exclude(worker)
 
     # ---- lost workers ----------------------------------------------------------------------------------------------
 
-    def _is_lost_for_good(self, peer: Peer) -> bool:
-        return super()._is_lost_for_good(peer) and not (peer.role == "worker" and self._may_return(peer))
-
-    def _may_return(self, peer: Peer) -> bool:
-        """Return True if a worker whose process has ended is started again, if it was not replaced before."""
-        state = self.coordinator.state
-        return (
-            state.phase in STARTING
-            and state.outcome == "finished"
-            and peer.index not in state.missing
-            and self.causes.get(peer) != FINE
-            and self.failed_starts.get(peer.index, 0) < MOST_FAILED_STARTS
-        )
+    def _starts_again(self, worker: Peer) -> bool:
+        return True
 
     def _look_after_workers(self) -> None:
         """Start workers again that are lost, or that hang: their next incarnation takes over."""
@@ -178,18 +160,10 @@ class RayLauncher(Launcher):
             for rank, worker in self.coordinator.state.workers.items():
                 if not worker.active and not worker.paused:
                     self.rounds.exclude(rank)
-        for rank, life in list(self.incarnations.items()):
-            peer = Peer("worker", rank, life)
-            if not self._may_return(peer):
-                self.start_at.pop(rank, None)
-                continue
-            if rank not in self.start_at and self._is_lost(peer):
-                self.start_at[rank] = now + self._pause_s(peer)
-            elif self.zygote.should_move(("worker", rank)):
-                self.start_at[rank] = now
-            if self.start_at.get(rank, now + 1.0) <= now:
-                del self.start_at[rank]
-                self._start_worker(rank)
+        for rank in self.restarts.incarnations:
+            if rank not in self.restarts.start_at and self.zygote.should_move(("worker", rank)):
+                self.restarts.start_at[rank] = now
+        self._start_lost_workers(now)
         self._say_if_unplaced()
 
     def _is_lost(self, peer: Peer) -> bool:
@@ -204,22 +178,11 @@ class RayLauncher(Launcher):
         hangs = silent and not (worker.active or worker.paused or worker.leaving or worker.ended)
         return hangs or not worker.connected
 
-    def _pause_s(self, peer: Peer) -> float:
-        """Return how long to wait: a worker that had joined is started at once, others later each time."""
-        worker = self.coordinator.state.workers.get(peer.index)
-        if worker is not None and worker.peer == peer:
-            self.failed_starts[peer.index] = 0
-            return 0.0
-        failed = self.failed_starts[peer.index] = self.failed_starts.get(peer.index, 0) + 1
-        if failed >= MOST_FAILED_STARTS:
-            self.host.lost(peer, self.causes[peer])
-        return pause_s(failed)
-
     def _start_more_workers(self) -> None:
         """Once the run has begun, start the workers that are welcome as soon as the cluster has room for them."""
         most = self.config.ray.max_workers or 0
-        if self.coordinator.state.phase == "running" and len(self.incarnations) < most:
-            for rank in self.coordinator.admission.new_ranks(most - len(self.incarnations)):
+        if self.coordinator.state.phase == "running" and len(self.restarts.incarnations) < most:
+            for rank in self.coordinator.admission.new_ranks(most - len(self.restarts.incarnations)):
                 self._start_worker(rank)
 
     def _say_if_unplaced(self) -> None:

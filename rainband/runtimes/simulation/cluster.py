@@ -15,7 +15,7 @@ import msgspec
 from rainband.codecs.codec import Codec
 from rainband.coordinator.coordinator import Coordinator, RunSettings
 from rainband.coordinator.liveness import server_patience_s
-from rainband.coordinator.state import FailureCause, Phase
+from rainband.coordinator.state import BEFORE_THE_END, FailureCause, Phase
 from rainband.errors import Deadlock
 from rainband.observer import Observer, join_observers
 from rainband.protocol import events
@@ -46,6 +46,7 @@ from rainband.worker.pushes import PushHandle
 
 SLOTS_PER_TICK = 256  # of the clock, for thousands of workers
 KERNEL_PATIENCE_S = 20.0  # until the kernel closes a connection to a machine that crashed
+RESTART_S = 1.0  # from the loss of a replica to the start of its next processes
 
 Show = Callable[[events.AnyEvent], None]
 
@@ -144,10 +145,39 @@ class SimulatedCluster:
         adapt = unchanged if scenario.real else as_one_block if scenario.aggregated else without_elements
         occupy = partial(self.cores.work, nodes.message_s, nothing, COORDINATOR) if nodes.cores else nothing
         observer = self.notes.observe(COORDINATOR)
-        hogwild_server, show = scenario.hogwild_server, self.notes.show
+        hogwild_server, show = scenario.hogwild_server, self._show if self.settings.restarts else self.notes.show
         node = CoordinatorNode(self, machine, self.coordinator, show, adapt, occupy, hogwild_server, observer)
         self.bus.nodes[COORDINATOR] = node
         return node
+
+    def restart_soon(self, lost: Peer) -> None:
+        """Start the replica of a lost worker again after a while, if the runtime does so."""
+        if self.settings.restarts and lost.role == "worker":
+            self.clock.after(RESTART_S, self._start_lost_replicas)
+
+    def _show(self, event: events.AnyEvent) -> None:
+        self.notes.show(event)
+        if isinstance(event, events.Lost) and event.node.startswith("worker"):
+            self.restart_soon(Peer("worker", int(event.node.split()[1])))
+
+    def _start_lost_replicas(self) -> None:
+        """Start replicas again of which a worker was lost, all their workers as the same incarnation."""
+        state = self.coordinator.state
+        if state.phase not in BEFORE_THE_END or state.outcome != "finished":
+            return
+        for first in range(0, self.settings.num_workers, self.settings.workers_per_replica):
+            ranks = state.replica_indices(first)
+            if any(map(self._is_lost, ranks)) and state.missing.isdisjoint(ranks):
+                for rank in ranks:
+                    self.kill(self.workers[rank])
+                incarnation = 1 + max(self.workers[rank].peer.incarnation for rank in ranks)
+                for rank in ranks:
+                    self.add_worker(rank, incarnation)
+
+    def _is_lost(self, rank: int) -> bool:
+        """Return True if a worker has ended, and the coordinator knows."""
+        node, known = self.workers[rank], self.coordinator.state.workers.get(rank)
+        return not known.connected if known is not None and known.peer == node.peer else not node.alive
 
     def add_server(self, index: int, incarnation: int = 0) -> None:
         peer = Peer("server", index, incarnation)
@@ -173,7 +203,7 @@ class SimulatedCluster:
             if scenario.stage_compute is None
             else StageNode(self, peer, machine, scenario.stage_compute(index), pace, observer)
         )
-        if index == 0 and scenario.real and scenario.stage_compute is None:
+        if index == 0 and scenario.real:
             node.eval_every_s = scenario.eval_every_s
         self.workers[index] = self.bus.nodes[node.peer] = node
         node.start()

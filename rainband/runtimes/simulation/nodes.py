@@ -79,7 +79,8 @@ class CoordinatorNode(Node):
         self._plan_look()
 
     def lost(self, peer: Peer) -> None:
-        self.host.lost(peer, "its connection closed")
+        self.host.lost(peer, "its connection closed", for_good=not self.cluster.settings.restarts)
+        self.cluster.restart_soon(peer)
         rounds, known = self.cluster.rounds, self.cluster.workers.get(peer.index)
         if rounds is not None and known is not None and known.peer == peer:  # not an earlier life of it
             rounds.exclude(peer.index)
