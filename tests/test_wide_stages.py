@@ -205,6 +205,14 @@ def test_hybrids_split_layers_whose_weights_are_larger_than_their_values() -> No
     ]
 
 
+def test_a_hybrid_keeps_a_layer_whole_that_cannot_be_split() -> None:
+    """Its table of weights is larger than its values, and another layer shares it."""
+    unit = Unit("o", parameter_bytes=1000, what="Linear", layer="out")
+    choice = hybrid.refused(hybrid.LayerChoice(unit, 4, 6000.0, 10.0), "'out' shares a parameter with another layer.")
+    assert choice.ways == 1
+    assert hybrid.explained([choice]) == ["out (Linear): data parallel: 'out' shares a parameter with another layer."]
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("name, stages, width, splits", [*SHAPES, RANDOM])

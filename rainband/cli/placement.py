@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -21,9 +21,19 @@ if TYPE_CHECKING:
     from rainband.model_parallel.placement.partitioners import Partitioner
     from rainband.model_parallel.placement.placement import Placement
     from rainband.model_parallel.placement.profile import Profile, Resources
+    from rainband.model_parallel.placement.stage_plan import StagePlan
     from rainband.model_parallel.schedules.forecast import Played
+    from rainband.runtimes.stage_memory import MemoryNeeds
+    from rainband.tasks.task import Task
 
 ALL = "all"  # every schedule
+
+
+class Tried(NamedTuple):
+    """A placement with which a batch was computed."""
+
+    plan: StagePlan
+    memory: list[MemoryNeeds]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +90,9 @@ class PlanOptions:
     ] = None
     microbatches: Annotated[int, Option("With --schedule: microbatches per batch.", "N", "8", min=1)] = 8
     stages_per_worker: Annotated[int, Option("With --schedule interleaved: stages per machine.", "N", "2", min=1)] = 2
+    recompute: Annotated[
+        bool, Option("Give the memory of workers that compute activations again before the backward pass.")
+    ] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,16 +169,52 @@ def command(
             compared = every_schedule(profile, resources, options.microbatches, options.stages_per_worker)
         elif schedule is not None:
             play = played(schedule, plan, profile, resources, options.microbatches)
+        tried = None
+        if out is not None or not options.as_json:
+            tried = _tried(task, settings or [], options, plan, profile)
         if out is not None:
+            if isinstance(tried, ValueError):
+                raise ValueError(f"this placement cannot be trained, so {out} is not written: {tried}")
             save(plan, out)
         drawn = _draw(plan, profile, play, options.draw) if options.draw is not None else []
     if options.as_json:
         typer.echo(msgspec.json.encode(plan).decode())
         return
     _print(plan, profile, resources, play, compared)
+    print_lines([*_memory_lines(tried), ""])
     print_lines([*explained(choices), ""] if choices else [])
     for path in [*([out] if out else []), *drawn]:
         typer.echo(f"written to {path}")
+
+
+def _tried(
+    name: str, settings: Sequence[str], options: PlacementOptions, plan: Placement, profile: Profile
+) -> Tried | ValueError:
+    """Compute a batch with the placement; return its workers' memory, or the reason why it cannot be trained."""
+    from rainband.errors import RainbandError
+    from rainband.runtimes.stage_plan import PipelineOptions, tried_plan
+
+    task, schedule = _task(name, settings), options.schedule
+    flushes = schedule in ("gpipe", "one_f_one_b", "interleaved")
+    flow = PipelineOptions(options.microbatches, schedule) if flushes else PipelineOptions()
+    size = options.batch_size or task.batch_size
+    try:
+        with _quiet():
+            return Tried(*tried_plan(task, plan, profile, size, flow, options.recompute))
+    except (ValueError, RainbandError) as error:
+        return ValueError(str(error))
+    except Exception as error:  # in the user's model or loss
+        return ValueError(f"{type(error).__name__}: {error}")
+
+
+def _memory_lines(tried: Tried | ValueError | None) -> list[str]:
+    from rainband.model_parallel.drawing import text
+
+    if tried is None:
+        return []
+    if isinstance(tried, ValueError):
+        return [f"this placement cannot be trained: {tried}"]
+    return text.memory_lines(tried.plan, tried.memory)
 
 
 def _planner(edited: Placement | None, options: PlacementOptions) -> Partitioner:
@@ -216,14 +265,14 @@ def _hybrid(
     name: str, settings: Sequence[str], options: PlacementOptions, profile: Profile, resources: Resources
 ) -> tuple[list[LayerChoice], Profile, Placement]:
     """Choose data or model parallelism for each layer, and measure the model again with its layers split."""
-    from rainband.model_parallel.placement.hybrid import choose, has_data_parallel_stage
+    from rainband.model_parallel.placement.hybrid import has_data_parallel_stage
     from rainband.model_parallel.placement.placement import check
     from rainband.model_parallel.placement.wide_stages import data_then_model_parallel, wide_stages
 
     if options.split:
         raise OptionError(f"the partitioner hybrid chooses which layers to split: omit {opt('split')}.")
     machines = resources.num_machines
-    choices = choose(profile, max(2, machines // 2))
+    choices = _choices(name, settings, profile, max(2, machines // 2))
     two = has_data_parallel_stage(choices)
     if two and (machines < 4 or machines % 2):
         raise OptionError(
@@ -231,7 +280,7 @@ def _hybrid(
             f"{opt('machines', max(4, machines + 1))}, for example."
         )
     width = machines // 2 if two else machines
-    choices = choose(profile, width)
+    choices = _choices(name, settings, profile, width)
     splits = {choice.unit.layer: str(choice.ways) for choice in choices if choice.ways > 1}
     profile = _profile(name, settings, options, splits)
     if two and splits:
@@ -242,16 +291,38 @@ def _hybrid(
     return choices, profile, plan
 
 
+def _choices(name: str, settings: Sequence[str], profile: Profile, machines: int) -> list[LayerChoice]:
+    """Return the choice for each layer; one that shares a parameter, for example, cannot be split."""
+    from rainband.model_parallel.graph.split_loss import build_model, split_layers
+    from rainband.model_parallel.placement.hybrid import choose, refused
+
+    task = _task(name, settings)
+    data = task.data()
+    choices = choose(profile, machines)
+    for number, choice in enumerate(choices):
+        if choice.ways > 1:
+            try:
+                split_layers(task, build_model(task), data, {choice.unit.layer: str(choice.ways)})
+            except ValueError as error:
+                choices[number] = refused(choice, str(error))
+    return choices
+
+
+def _task(name: str, settings: Sequence[str]) -> Task:
+    from rainband.settings import parse_pairs
+    from rainband.tasks.load import load_task
+
+    pairs = {key.removeprefix("task."): value for key, value in parse_pairs(settings).items()}
+    return load_task(name, pairs)
+
+
 def _profile(name: str, settings: Sequence[str], options: PlacementOptions, splits: dict[str, str]) -> Profile:
     import torch
 
     from rainband.model_parallel.graph.split_loss import build_model, cut_task, split_layers
     from rainband.model_parallel.placement.measure import measure
-    from rainband.settings import parse_pairs
-    from rainband.tasks.load import load_task
 
-    pairs = {key.removeprefix("task."): value for key, value in parse_pairs(settings).items()}
-    task = load_task(name, pairs)
+    task = _task(name, settings)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     model, data = build_model(task), task.data()

@@ -43,7 +43,14 @@ from rainband.runtimes.machines.addresses import check_machines
 from rainband.runtimes.simulation.models.cluster_model import compute_model, load_model
 from rainband.runtimes.simulation.models.faults import check_nodes
 from rainband.runtimes.simulation.models.faults import parse as parse_faults
-from rainband.runtimes.stage_options import PIPELINE_OPTIONS, check_stages, replica_size, stage_lines, typed_splits
+from rainband.runtimes.stage_options import (
+    PIPELINE_OPTIONS,
+    check_stages,
+    check_versions,
+    replica_size,
+    stage_lines,
+    typed_splits,
+)
 from rainband.runtimes.stage_plan import PipelineOptions, WideStages, make_stage_plan
 from rainband.strategy import Requirements, ServerPart, Strategy
 from rainband.tasks.load import task_names
@@ -51,6 +58,7 @@ from rainband.tasks.source import check_values as check_task_values
 from rainband.tasks.source import read_task
 
 if TYPE_CHECKING:
+    from rainband.stage import StageVersions
     from rainband.tasks.task import Task
 
 WORKERS, SERVERS = 4, 2  # unless the options say otherwise
@@ -118,7 +126,7 @@ def configure(
         given, "stages", "split", "placement", "recompute", *PIPELINE_OPTIONS
     )
     if make_task is not None and size > 1 and not known:
-        config = _in_stages(config, make_task, resolved, placement, size, say)
+        config = _in_stages(config, make_task, resolved, placement, size, say, strategy.requires.stages)
     return with_checkpoints(config, given, say)
 
 
@@ -129,8 +137,9 @@ def _in_stages(
     placement: Placement | None,
     size: int,
     say: Callable[[str], None],
+    versions: StageVersions | None,
 ) -> RunConfig:
-    """Split the model into stages, which is measured for this."""
+    """Split the model into stages, which is measured for this. `versions`: of stages that step by themselves."""
     simulated = config.runtime == "sim"
     before = config.stage_plan is not None and config.stage_plan.recompute
     stages, splits = resolved.get("stages") or 1, typed_splits(resolved)
@@ -143,10 +152,14 @@ def _in_stages(
         size,
         plan=placement,
         batch_size=config.batch_size,
-        flow=PipelineOptions(*(resolved.get(name) for name in PIPELINE_OPTIONS))._replace(wide=wide),  # type: ignore[arg-type]
+        flow=PipelineOptions(*(resolved.get(name) for name in PIPELINE_OPTIONS))._replace(  # type: ignore[arg-type]
+            wide=wide, flushes=versions is None
+        ),
         seed=config.seed,
         threads=None if simulated else config.threads,
     )
+    if versions is not None:
+        check_versions(versions, stage_plan.plan.replicas())
     stage_plan = msgspec.structs.replace(stage_plan, recompute=bool(resolved.get("recompute", before)))
     for line in stage_lines(stage_plan):
         say(line)
@@ -243,7 +256,7 @@ def resolve(
     _check_record(options, name, requires, size)
     check_codec(options, name, requires)
     if options.get("target"):
-        options = _check_target(options, name, requires, size)
+        options = _check_target(options, name, requires)
     if options.get("runtime", "processes") == "processes":
         _check_cores(workers=workers, servers=servers)
     options = {**options, "workers": workers, "servers": servers}
@@ -262,7 +275,7 @@ def _threads(options: RunOptions) -> int:
     return num_threads("threads", typed, options["workers"] or 1, options["servers"] or 0, cores)
 
 
-def _check_target(options: RunOptions, name: str, requires: Requirements, size: int) -> RunOptions:
+def _check_target(options: RunOptions, name: str, requires: Requirements) -> RunOptions:
     """Return the options with the usual time between evaluations; raise if nothing would be evaluated."""
     metric, _, value = (options.get("target") or "").partition("=")
     try:
@@ -273,8 +286,6 @@ def _check_target(options: RunOptions, name: str, requires: Requirements, size: 
         raise OptionError(f"{opt('target', options.get('target'))}: type a metric and a number, such as accuracy=0.95.")
     if requires.stages is not None:
         raise OptionError(f"{name} evaluates only at its end, with an empty pipeline: omit {opt('target')}.")
-    if size > 1 and options.get("runtime") == "sim":
-        raise OptionError(f"a simulated model in stages is evaluated only at the end: omit {opt('target')}.")
     if options.get("time_only"):
         raise OptionError(f"{opt('target')}: with {opt('time_only', True)}, nothing is evaluated, so omit it.")
     every_s = options.get("eval_every_s", EVAL_EVERY_S)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import get_args
 
 from rainband.errors import did_you_mean
@@ -10,6 +10,7 @@ from rainband.model_parallel.placement.placement import PlacedStage, Placement, 
 from rainband.model_parallel.placement.split_words import most_ways, splits_of
 from rainband.model_parallel.placement.stage_plan import Flushing, StagePlan, workers_of
 from rainband.options import OptionError, RunOptions, opt
+from rainband.stage import StageVersions
 from rainband.strategy import Requirements
 
 PIPELINE_OPTIONS = ("microbatches", "schedule", "stages_per_worker")
@@ -55,6 +56,8 @@ def check_stages(options: RunOptions, name: str, requires: Requirements, placeme
     if size > (stages or 1) and placement is None and _interleaves(options):
         raise OptionError(f"interleaved has one worker for each stage, without shards: omit {opt('split')}.")
     if size == 1:
+        if requires.stages is not None and placement is not None:
+            raise OptionError(f"{name} is a pipeline of stages, and the placement has one worker: make one for more.")
         if requires.stages is not None:
             raise OptionError(f"{name} is a pipeline of stages: use {opt('stages', 2)}, for example.")
         for given in PIPELINE_OPTIONS:
@@ -67,13 +70,14 @@ def check_stages(options: RunOptions, name: str, requires: Requirements, placeme
                 f"{opt('microbatches')}: with {opt('time_only', True)}, no batch is computed, so omit it."
             )
         return
+    typed = " and ".join(opt(one) for one in ("stages", "split", "placement") if options.get(one))
     if requires.split_batches:
         raise OptionError(
-            f"{name} divides each batch among workers that have the whole model: omit {opt('stages')}, or choose sync, "
+            f"{name} divides each batch among workers that have the whole model: omit {typed}, or choose sync, "
             "whose workers share each batch within the stages."
         )
     if requires.whole_model:
-        raise OptionError(f"{name} requires the whole model on each worker: omit {opt('stages')}, or choose downpour.")
+        raise OptionError(f"{name} requires the whole model on each worker: omit {typed}, or choose downpour.")
     if placement is not None:
         _check_placement(name, requires, placement)
     _check_schedule(options, name, requires)
@@ -85,12 +89,19 @@ def check_stages(options: RunOptions, name: str, requires: Requirements, placeme
             f"{opt('microbatches', microbatches)}: with interleaved it must be a multiple of {size}, the number of "
             f"workers of one replica of the model. Use {opt('microbatches', -(-microbatches // size) * size)}."
         )
-    if requires.stages is not None:
-        from rainband.model_parallel.schedules.version_rule import check_stage_versions
-
+    if requires.stages is not None and not typed_splits(options):  # with shards it is known when the model is split
         number = stages or 1
-        ways = size // number if not typed_splits(options) else 1  # with shards it is known when the model is split
-        check_stage_versions(requires.stages, placement.replicas() if placement is not None else [ways] * number)
+        check_versions(requires.stages, placement.replicas() if placement is not None else [size // number] * number)
+
+
+def check_versions(how: StageVersions, replicas: Sequence[int]) -> None:
+    """Raise if the stages of a pipeline that is never flushed cannot keep these versions."""
+    from rainband.model_parallel.schedules.version_rule import check_stage_versions
+
+    try:
+        check_stage_versions(how, replicas)
+    except ValueError as error:
+        raise OptionError(str(error)) from None
 
 
 def _interleaves(options: RunOptions) -> bool:

@@ -12,12 +12,18 @@ from rainband.options import OptionError, opt
 if TYPE_CHECKING:
     from torch import nn
 
+    from rainband.model_parallel.graph.graph import Cut
     from rainband.model_parallel.placement.partitioners import Partitioner
     from rainband.model_parallel.placement.placement import Placement
     from rainband.model_parallel.placement.profile import Profile
+    from rainband.runtimes.stage_memory import MemoryNeeds
     from rainband.tasks.task import Data, Task
 
 MICROS_PER_STAGE = 2  # default: less than a third of the time is idle
+TIED = (
+    "a parameter is used in stages {stages}, which update it at different times: put its units into one stage of the "
+    "placement, or choose sync batch_per_worker=true, or single."
+)
 STAGES_PER_WORKER = 2  # default of the schedule interleaved
 
 
@@ -35,6 +41,7 @@ class PipelineOptions(NamedTuple):
     schedule: str | None = None
     stages_per_worker: int | None = None
     wide: WideStages | None = None  # several workers have each stage
+    flushes: bool = True  # False: each stage steps by itself
 
     @property
     def interleaves(self) -> bool:
@@ -87,6 +94,8 @@ def make_stage_plan(
         plan = make_plan(_planner(profile, stages, flow), profile, Resources(num_machines=stages))
     else:
         check(plan, profile)
+    if not flow.flushes:
+        check_ties(graph, plan)
     microbatches = flow.microbatches or usual_microbatches(plan, size)
     losses = try_parts(task, model, data, size) if known and microbatches > 1 else LossParts()
     part, cuts = max(2, -(-profile.batch_size // microbatches)), microbatches > 1 and not profile.counted
@@ -101,6 +110,45 @@ def make_stage_plan(
         loss_is_sum=losses.is_sum,
         loss_note=losses.message,
     )
+
+
+def tried_plan(
+    task: Task, plan: Placement, profile: Profile, batch_size: int, flow: PipelineOptions, recompute: bool = False
+) -> tuple[StagePlan, list[MemoryNeeds]]:
+    """Compute a batch with a placement, in this process; raise ValueError with the reason if it cannot be trained.
+
+    Return its stage plan, and the memory of each worker; nothing is computed if the model is built without values.
+    """
+    import torch
+
+    from rainband.model_parallel.graph.split_loss import build_model
+    from rainband.runtimes.stage_memory import memory_of_workers
+
+    torch.manual_seed(0)
+    data = task.data()
+    _check_repeatable(task, model := build_model(task), data)
+    size = min(batch_size, len(data))
+    stage_plan = StagePlan(
+        plan=plan,
+        microbatches=flow.microbatches or usual_microbatches(plan, size),
+        schedule="interleaved" if is_interleaved(plan) else cast(Flushing, flow.schedule or "one_f_one_b"),
+        example_size=min(size, profile.batch_size),
+        recompute=recompute,
+    )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return stage_plan, []
+    return stage_plan, memory_of_workers(task, data, stage_plan, profile, size)
+
+
+def check_ties(graph: Cut, plan: Placement) -> None:
+    """Refuse a parameter that several stages use, which update it at different times."""
+    stages: dict[int, set[int]] = {}
+    for number, stage in enumerate(plan.stages):
+        nodes = [node for unit in stage.units for node in graph.members(unit)]
+        for parameter in graph.parameters_of(nodes).values():
+            stages.setdefault(id(parameter), set()).add(number)
+    if tied := [sorted(users) for users in stages.values() if len(users) > 1]:
+        raise ValueError(TIED.format(stages=", ".join(map(str, tied[0]))))
 
 
 def _check_repeatable(task: Task, model: nn.Module, data: Data) -> None:

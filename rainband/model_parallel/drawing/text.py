@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from rainband.model_parallel.placement.placement import Placement, memory
 from rainband.model_parallel.placement.predict import crossings
 from rainband.model_parallel.placement.profile import Profile, Resources
+from rainband.model_parallel.placement.stage_plan import StagePlan
 from rainband.model_parallel.schedules.check import ActionSpan, ScheduleFacts
 from rainband.model_parallel.schedules.forecast import Played
 from rainband.model_parallel.schedules.table import Table
 
+Memory = tuple[int, int, int]  # bytes of a worker's parameters, and of all it needs: predicted, measured
 MOST_UNITS = 40  # in the list
 MOST_VALUES = 12  # the largest crossing values, in the list
 
@@ -69,6 +71,19 @@ def _predicted_lines(plan: Placement, played: bool) -> list[str]:
             f"{machines} needs no placement. Choose --partitioner one_machine_per_stage to split the model."
         )
     return lines
+
+
+def memory_lines(plan: StagePlan, memory: Sequence[Memory]) -> list[str]:
+    """Return a row for each worker of a replica: its memory for a batch, predicted and measured."""
+    if not memory:
+        return []
+    rows: list[tuple[str, ...]] = [("worker", "stage", "parameters kB", "predicted kB", "measured kB")]
+    for rank, (parameters, predicted, measured) in enumerate(memory):
+        stage = "several" if plan.stages_per_worker > 1 else str(plan.stage(plan.machine_and_replica(rank)[0]))
+        rows.append((str(rank), stage, *map(_kilobytes, (parameters, predicted, measured))))
+    how = f"{plan.microbatches} microbatches" + (f", {plan.schedule}" if plan.plan.kind == "pipeline" else "")
+    how += ", recomputed" if plan.recompute else ""
+    return [f"memory of each worker for a batch ({how}), with gradients, without the optimizer:", "", *_columns(rows)]
 
 
 def schedule_lines(table: Table, facts: ScheduleFacts, width: int = 100) -> list[str]:

@@ -25,6 +25,7 @@ class LayerChoice(NamedTuple):
     ways: int  # 1: data parallel
     data_bytes: float
     model_bytes: float
+    obstacle: str = ""  # why the layer cannot be split
 
     def text(self, after_split: bool) -> str:
         """Return the choice and its reason. `after_split`: a layer before it is split."""
@@ -34,6 +35,8 @@ class LayerChoice(NamedTuple):
         if self.ways > 1:
             return f"{name}: model parallel, split {self.ways} ways: {values} a batch instead of {costs}"
         how = "whole, on one machine" if after_split else "data parallel"
+        if self.obstacle:
+            return f"{name}: {how}: {self.obstacle}"
         if self.unit.what not in SPLITTABLE:
             return f"{name}: {how}: only linear layers are split ({costs} a batch)"
         return f"{name}: {how}: split, it would exchange {values} a batch instead of {costs}"
@@ -57,6 +60,11 @@ def _choice(profile: Profile, unit: Unit, machines: int) -> LayerChoice:
     model_bytes = 2.0 * (machines - 1) * (inputs + outputs / machines)
     splits = unit.what in SPLITTABLE and bool(unit.layer) and model_bytes < data_bytes
     return LayerChoice(unit, machines if splits else 1, data_bytes, model_bytes)
+
+
+def refused(choice: LayerChoice, obstacle: str) -> LayerChoice:
+    """Return the choice for a layer that cannot be split, for this reason."""
+    return choice._replace(ways=1, obstacle=obstacle)
 
 
 def has_data_parallel_stage(choices: list[LayerChoice]) -> bool:
