@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -366,3 +367,10 @@ def test_after_a_task_that_failed_the_others_are_settled() -> None:
         except LookupError:
             errors += 1
     assert (errors, done) == (2, ["first", "second"])
+
+
+def test_numbers_that_json_lacks_are_read_as_they_were() -> None:
+    metrics = {"loss": float("nan"), "best": float("inf"), "worst": float("-inf"), "accuracy": 0.1}
+    written = encode_manifest(msgspec.structs.replace(manifest(4, ()), metrics=metrics))
+    read = decode_manifest(written, "manifest.json").metrics
+    assert str(read) == str(metrics)

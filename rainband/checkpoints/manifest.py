@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -61,8 +62,19 @@ def hash_of(body: bytes | bytearray | memoryview) -> str:
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Return the manifest as JSON, with its hash."""
-    hashed = msgspec.structs.replace(manifest, hash=_hash_of_the_rest(msgspec.json.encode(manifest)))
-    return msgspec.json.format(msgspec.json.encode(hashed), indent=1) + b"\n"
+    plain = _in_json(msgspec.to_builtins(manifest, str_keys=True))
+    del plain["hash"]
+    plain["hash"] = hash_of(msgspec.json.encode(plain))
+    return msgspec.json.format(msgspec.json.encode(plain), indent=1) + b"\n"
+
+
+def _in_json(value: Any) -> Any:
+    """Return the same with text in the place of NaN and infinity, such as a diverged model's loss: JSON has none."""
+    if isinstance(value, dict):
+        return {key: _in_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_in_json(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def decode_manifest(data: bytes, name: str) -> Manifest:
@@ -71,7 +83,7 @@ def decode_manifest(data: bytes, name: str) -> Manifest:
         head = msgspec.json.decode(data, type=_Head)
         if head.format != FORMAT:
             raise BadCheckpoint(name, f"it has format {head.format}, and this version of Rainband reads {FORMAT}")
-        manifest = msgspec.json.decode(data, type=Manifest)
+        manifest = msgspec.json.decode(data, type=Manifest, strict=False)  # numbers may be texts, see _in_json
         _ = manifest.plan.num_batches
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError, ZeroDivisionError) as error:
         raise BadCheckpoint(name, f"it is not a manifest ({error})") from None

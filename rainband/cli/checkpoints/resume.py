@@ -107,7 +107,7 @@ def _base(checkpoint: Checkpoint) -> RunConfig:
     from rainband.runtimes.config import RunConfig
 
     try:
-        config = msgspec.convert(checkpoint.manifest.facts.config, RunConfig, str_keys=True)
+        config = msgspec.convert(checkpoint.manifest.facts.config, RunConfig, strict=False, str_keys=True)
     except msgspec.ValidationError as error:
         raise BadCheckpoint(checkpoint.place, f"the options of its run cannot be read ({error})") from None
     return msgspec.structs.replace(config, directory="")

@@ -134,4 +134,8 @@ def _pairs(what: str, there: dict[str, Any], here: dict[str, Any]) -> dict[str, 
 
 
 def _differing(pairs: dict[str, tuple[object, object]]) -> list[str]:
-    return [f"{what} was {was}, now it is {now}" for what, (was, now) in pairs.items() if was != now]
+    return [
+        f"{what} was {was}, now it is {now}"
+        for what, (was, now) in pairs.items()
+        if was != now and str(was) != str(now)
+    ]

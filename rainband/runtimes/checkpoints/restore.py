@@ -27,6 +27,8 @@ from rainband.worker.saving.snapshots import SavedWorker, WorkerSnapshots, Write
 from rainband.worker.session import Session
 from rainband.worker.worker import ModuleWorker
 
+NAMED, STEPPED = "training/named/", "training/optimizer/"  # of stages that step by themselves, in names of tensors
+
 
 @dataclass(frozen=True)
 class CheckpointAccess:
@@ -103,9 +105,11 @@ def _worker_state(checkpoint: Checkpoint, parameters: Collection[str] | None = N
     """
 
     def is_wanted(tensor: str) -> bool:
-        where = tensor.split("/")
-        is_of_stage = where[0] == "training" and where[1] in ("named", "optimizer") and len(where) > 2
-        return parameters is None or not is_of_stage or where[2] in parameters
+        if parameters is None:
+            return True
+        if tensor.startswith(NAMED):
+            return tensor.removeprefix(NAMED) in parameters
+        return not tensor.startswith(STEPPED) or tensor.removeprefix(STEPPED).rpartition("/")[0] in parameters
 
     names = [file.name for file in checkpoint.manifest.files if file.name.startswith("worker")]
     names.sort(key=lambda name: (name != WORKER_FILE, len(name), name))  # by rank
