@@ -10,6 +10,9 @@ import pytest
 from rainband.coordinator.coordinator import Coordinator, RunSettings
 from rainband.protocol import events
 from rainband.protocol.messages import Address, Conclude, Concluded, Ended, Go, Ready
+from rainband.strategies.averaging.averaging import Averaging
+from rainband.strategies.sync import Sync
+from rainband.strategy import Strategy
 from tests.test_coordinator import TIMEOUT_S, Run, finished
 
 LIMIT_S = 2 * TIMEOUT_S + 10 * 1.0  # twice the timeout, and ten times the usual second for a push
@@ -129,6 +132,35 @@ def test_a_replica_whose_stage_falls_silent_while_it_saves_is_replaced() -> None
     run.from_worker(2, Concluded({}))
     run.reports(64, first_open=64)
     assert run.phase == "over" and run.coordinator.state.outcome == "finished"
+
+
+# ---- rounds without servers ----
+
+
+@pytest.mark.parametrize("strategy", [Sync(), Averaging()])
+def test_a_worker_for_which_the_others_wait_in_a_round_is_inactive_after_the_limit(strategy: Strategy) -> None:
+    run = Run(num_workers=3, num_servers=0, shares_batches=strategy.requires.split_batches)
+    settings = RunSettings(
+        num_workers=3, num_servers=0, failure_timeout_s=TIMEOUT_S, model_path="model", stuck_timeout_s=60.0
+    )
+    run.coordinator = Coordinator(settings, strategy)
+    for worker in range(3):
+        run.joins(worker)
+    assert run.phase == "running"
+    for _ in range(61):
+        run.now += 1.0
+        run.heartbeats(0, acked=1, steps=1, waiting=True, held_by=2)
+        run.heartbeats(1, acked=1, steps=1, waiting=True, held_by=2)
+        run.heartbeats(2, acked=1, steps=1)
+        run.ticks(0.0)
+    assert active(run) == [0, 1, 2] and not run.events(events.Lost)
+    run.now += 1.0
+    for worker in range(3):
+        run.heartbeats(worker, acked=1, steps=1, waiting=worker < 2, held_by=2 if worker < 2 else None)
+    run.ticks(0.0)
+    assert active(run) == [0, 1]
+    [lost] = run.events(events.Lost)
+    assert (lost.node, lost.why) == ("worker 2", "inactive: heartbeats, but the others have waited 61 s for it")
 
 
 # ---- the end ----

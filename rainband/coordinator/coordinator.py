@@ -77,7 +77,7 @@ class Coordinator:
             state.full_batch = FullBatchRun(strategy.coordinate, state.events, journal, self._before_stop)
             self.full_batch = FullBatchDuty(state, state.full_batch, self.shutdown)
         self.leases = Leases(state, self.shutdown)
-        self.liveness = Liveness(state, self.shutdown, self.leases, self.full_batch)
+        self.liveness = Liveness(state, self.shutdown, self.leases, self.full_batch, self.in_rounds)
         self.planning = Planning(state)
         self.admission = Admission(state, self.shutdown, self.planning, self.liveness, self.full_batch)
         self.guard = GuardActions(state, self.reporting, requires)

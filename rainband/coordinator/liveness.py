@@ -32,8 +32,17 @@ def server_patience_s(failure_timeout_s: float) -> float:
 class Liveness:
     """Watches the nodes of a run, and revokes the leases of workers that are lost or inactive."""
 
-    def __init__(self, state: RunState, shutdown: RunEnd, leases: Leases, full_batch: FullBatchDuty | None) -> None:
+    def __init__(
+        self,
+        state: RunState,
+        shutdown: RunEnd,
+        leases: Leases,
+        full_batch: FullBatchDuty | None,
+        in_rounds: bool = False,
+    ) -> None:
+        """`in_rounds`: workers meet in rounds, without leases, and each waits for all others."""
         self.state = state
+        self.in_rounds = in_rounds
         self.shutdown = shutdown
         self.leases = leases
         self.full_batch = full_batch
@@ -130,8 +139,8 @@ class Liveness:
         """Return why a worker counts as lost or inactive; "" if it does not."""
         if now - worker.heartbeat_at > self.state.settings.failure_timeout_s:
             return f"no heartbeat for {now - worker.heartbeat_at:.1f} s", "lost"
-        why = self._why_stuck(worker, now) if self.state.shares_batches() else self._why_idle(worker, now)
-        return why, "inactive"
+        why = self._why_stuck(worker, now) if self.in_rounds else ""
+        return why or ("" if self.state.shares_batches() else self._why_idle(worker, now)), "inactive"
 
     def _why_idle(self, worker: WorkerState, now: float) -> str:
         """Return why a worker counts as inactive; "": it does not. The deadline follows from the pushes so far."""
@@ -147,7 +156,7 @@ class Liveness:
         return ""
 
     def _why_stuck(self, worker: WorkerState, now: float) -> str:
-        """Return why a worker that shares batches counts as inactive; "": it does not. Before that, warn."""
+        """Return why a worker for which others wait in a round counts as inactive; "": it does not. First, warn."""
         index = worker.peer.index
         held = [w.held_since for w in self.state.connected() if w.active and not w.ended and w.held[0] == index]
         waited_s = now - min(held, default=now)
@@ -155,7 +164,7 @@ class Liveness:
             return f"inactive: heartbeats, but the others have waited {waited_s:.0f} s for it"
         if waited_s < NAMED_AFTER_S:
             worker.reported_stuck = False
-        elif not worker.reported_stuck:
+        elif not worker.reported_stuck and self.state.is_custom_loop():
             worker.reported_stuck = True
             text = (
                 f"the other workers have waited {waited_s:.0f} s for {worker.peer}. If it evaluates or saves while the "

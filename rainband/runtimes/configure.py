@@ -442,8 +442,8 @@ def _check_simulation(options: RunOptions, name: str, requires: Requirements, si
 
 def _check_unused(given: RunOptions, merged: RunOptions, name: str, requires: Requirements, size: int) -> None:
     """Raise if an option that was given would have no effect; those of an earlier run are only unused."""
-    for shared in ("parts", "stuck_timeout_s"):
-        if shared in given and not requires.split_batches:
+    for shared, has_effect in (("parts", requires.split_batches), ("stuck_timeout_s", requires.in_rounds)):
+        if shared in given and not has_effect:
             raise OptionError(f"{opt(shared)}: with {name}, workers do not share batches, so omit it.")
     transport = given.get("transport", "auto")
     if transport != "auto":
