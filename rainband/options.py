@@ -150,6 +150,7 @@ class TrainingOptions(TypedDict, total=False):
 
     epochs: Annotated[int | None, Option("Passes over the data.", "N", "the task's own", min=1)]
     batch_size: Annotated[int | None, Option("Samples per gradient.", "N", "the task's own", min=1)]
+    drop_last: Annotated[bool | None, Option("Leave out the last batch of an epoch if it is short.")]
     seed: Annotated[int | None, Option("Seed of all random numbers.", "N", "0", min=0, max=MAX_SEED)]
     eval_every_s: Annotated[
         float | None,

@@ -461,6 +461,18 @@ def test_a_simulation_that_is_refused_leaves_nothing_behind(tmp_path: Path, stra
     assert os.listdir("/proc/self/fd") == before
 
 
+def test_an_option_leaves_out_the_last_batch_of_each_epoch_if_it_is_short(tmp_path: Path) -> None:
+    samples = torch.utils.data.TensorDataset(torch.ones(9, 2), torch.ones(9, 1))
+    task = ModuleTask(lambda: torch.nn.Linear(2, 1), samples, torch.nn.functional.mse_loss, batch_size=4, epochs=3)
+    simulated: dict[str, Any] = {"runtime": "sim", "workers": 1, "servers": 1, "runs": tmp_path}
+    assert rainband.fit(task, "downpour", **simulated).accounting.batches == 9
+    assert rainband.fit(task, "downpour", drop_last=True, **simulated).accounting.batches == 6
+    with pytest.raises(ValueError, match="with drop_last, the batch size must be at most 9"):
+        rainband.fit(task, "downpour", drop_last=True, batch_size=10, **simulated)
+    with pytest.raises(OptionError, match="sandblaster uses every sample .* so omit drop_last=True"):
+        rainband.fit(task, "sandblaster", drop_last=True)
+
+
 def test_another_runtime_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match='runtime="moon": choose from processes, ray, sim'):
         rainband.fit("digits", runtime="moon", runs=tmp_path)

@@ -19,11 +19,12 @@ LEFT_OUT = {
     *StageOptions.__annotations__,
     *SimulationOptions.__annotations__,
     *RayOptions.__annotations__,
-    *("epochs", "batch_size", "eval_every_s", "config", "record", "timeline", "from_weights"),
+    *("epochs", "batch_size", "drop_last", "eval_every_s", "config", "record", "timeline", "from_weights"),
 }
 IN_THE_SCRIPT = {
     "epochs": "run.epochs(N)",
     "batch_size": "run.batches(dataset, batch_size=N)",
+    "drop_last": "run.batches(dataset, drop_last=True)",
     "eval_every_s": "your evaluation function",
     "from_weights": "safetensors.torch.load_model",
 }

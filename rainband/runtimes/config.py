@@ -54,6 +54,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_servers: int
     runtime: str = "processes"
     batch_size: int | None = None  # None: the task's own
+    drop_last: bool = False  # leave out short batches, also if the task does not
     epochs: int | None = None
     seed: int = 0
     transport: str = "auto"
@@ -167,10 +168,10 @@ def check_ray(options: RunOptions, name: str, requires: Requirements) -> None:
 
 def dataset_of(task: Task, data: Data, config: RunConfig) -> Dataset:
     """Return the description of a task's data with the options of this run."""
-    return Dataset(
-        fingerprint(data),
-        len(data),
-        config.batch_size or task.batch_size,
-        config.epochs or task.epochs,
-        drops_last(task),
-    )
+    batch_size, drop_last = config.batch_size or task.batch_size, config.drop_last or drops_last(task)
+    if drop_last and len(data) < batch_size:
+        raise ValueError(
+            f"no batch is left: with drop_last, the batch size must be at most {len(data)}, the samples of an epoch, "
+            f"and it is {batch_size}."
+        )
+    return Dataset(fingerprint(data), len(data), batch_size, config.epochs or task.epochs, drop_last)

@@ -67,7 +67,17 @@ MOST_PER_CORE = 32  # processes; more would only wait for each other
 
 # Options that are fields of RunConfig or of SimSettings, under these names.
 PLAIN_FIELDS = (
-    *("threads", "transport", "failure_timeout_s", "epochs", "batch_size", "seed", "eval_every_s", "runtime"),
+    *(
+        "threads",
+        "transport",
+        "failure_timeout_s",
+        "epochs",
+        "batch_size",
+        "drop_last",
+        "seed",
+        "eval_every_s",
+        "runtime",
+    ),
     *("record", "timeline", "parts", "stuck_timeout_s", "target", "codec"),
 )
 SIM_FIELDS = {"network": "model", "time_only": "time_only", "steps": "steps", "compute": "compute"}
@@ -245,6 +255,8 @@ def resolve(
             f"{name} counts iterations, and uses the data as often as they need: "
             f"set iterations={options['epochs']} instead of {opt('epochs')}."
         )
+    if options.get("drop_last") and requires.coordinated:
+        raise OptionError(f"{name} uses every sample in each evaluation, so omit {opt('drop_last', True)}.")
     check_stages(options, name, requires, placement)
     size = replica_size(options, placement, requires)
     usual = (WORKERS, SERVERS) if base is None else (base.num_workers, base.num_servers)

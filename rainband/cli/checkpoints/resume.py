@@ -29,7 +29,7 @@ LEFT_OUT = {
     *StageOptions.__annotations__,
     *SimulationOptions.__annotations__,
     *RayOptions.__annotations__,
-    *("batch_size", "seed", "config", "record", "resume", "from_weights"),
+    *("batch_size", "drop_last", "seed", "config", "record", "resume", "from_weights"),
 }
 
 

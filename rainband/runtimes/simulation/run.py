@@ -310,7 +310,9 @@ def _time_only(config: RunConfig, strategy: Strategy, task: Task, flat: Flat) ->
     else:
         own = 1 if strategy.requires.split_batches else config.num_workers  # batches of a step
         num_samples, epochs = config.sim.steps * own * batch_size, 1
-    join = join_of(strategy, flat.layout, Dataset("", num_samples, batch_size, epochs, drops_last(task)))
+    join = join_of(
+        strategy, flat.layout, Dataset("", num_samples, batch_size, epochs, config.drop_last or drops_last(task))
+    )
     timing = TimingOnly(config.num_workers)
     return Scenario(strategy, join, lambda: timing, real=False, aggregated=is_aggregated(config))
 
