@@ -139,8 +139,9 @@ class Liveness:
         """Return why a worker counts as lost or inactive; "" if it does not."""
         if now - worker.heartbeat_at > self.state.settings.failure_timeout_s:
             return f"no heartbeat for {now - worker.heartbeat_at:.1f} s", "lost"
-        why = self._why_stuck(worker, now) if self.in_rounds else ""
-        return why or ("" if self.state.shares_batches() else self._why_idle(worker, now)), "inactive"
+        shares = self.state.shares_batches()
+        why = self._why_stuck(worker, now) if self.in_rounds or shares else ""
+        return why or ("" if shares else self._why_idle(worker, now)), "inactive"
 
     def _why_idle(self, worker: WorkerState, now: float) -> str:
         """Return why a worker counts as inactive; "": it does not. The deadline follows from the pushes so far."""
