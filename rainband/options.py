@@ -119,6 +119,10 @@ class CodecOptions(TypedDict, total=False):
             "none",
         ),
     ]
+    pull_codec: Annotated[
+        str | None,
+        Option("Compress the parameters that servers send: bf16, fp16 or qsgd:8.", "CODEC", "none"),
+    ]
 
 
 class SharedBatchOptions(TypedDict, total=False):

@@ -36,6 +36,12 @@ def test_sign_sends_the_mean_of_the_positive_and_of_the_negative_values() -> Non
     assert encoded("sign", [1.0, 3.0, -1.0, -5.0, 0.0, -3.0]) == pytest.approx([4 / 3, 4 / 3, -3, -3, 4 / 3, -3])
 
 
+def test_each_parameter_has_two_scales_of_its_own() -> None:
+    values = torch.cat((torch.full((64,), 1.0), torch.full((64,), -100.0)))
+    memory = Memory([Piece(0, 64), Piece(64, 128)])
+    assert through(load_codec("sign"), values, memory=memory).tolist() == values.tolist()
+
+
 def test_topk_sends_the_largest_values_as_they_are() -> None:
     assert encoded("topk:0.34", [1.0, -7.0, 2.0, 3.0, -1.0, 5.0]) == [0, -7, 0, 0, 0, 5]
 
@@ -78,7 +84,7 @@ def test_powersgd_is_exact_for_a_matrix_of_its_rank_and_sends_the_rest_as_it_is(
     [
         ("fp16", 2 * 1000 + 4),
         ("bf16", 2 * 1000),
-        ("sign", 8 + 125),
+        ("sign", 4 + 4 + 8 + 125),
         ("qsgd:8", 1000 + 4 * 2),
         ("qsgd:4", 500 + 4 * 2),
         ("qsgd:2", 250 + 4 * 2),

@@ -167,6 +167,7 @@ def test_real_processes_are_exact_over_tcp_and_in_shared_memory(tmp_path: Path) 
             STRATEGIES[0],
             tmp_path,
             codec=TopK(fraction=0.01),
+            pull_codec="fp16",
             runtime="processes",
             transport=transport,
             workers=2,
@@ -176,6 +177,43 @@ def test_real_processes_are_exact_over_tcp_and_in_shared_memory(tmp_path: Path) 
         assert compressed.history[-1].saved_bytes > 0
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: type(strategy).__name__)
+def test_parameters_are_sent_as_casts_and_saved_as_they_are(strategy: Strategy, tmp_path: Path) -> None:
+    plain = trained(strategy, tmp_path)
+    cast = trained(strategy, tmp_path, pull_codec="bf16")
+    assert torch.equal(weights(cast), weights(plain))  # gradients of this task do not depend on the parameters
+    assert weights(cast).bfloat16().float().tolist() != weights(cast).tolist()
+    final = 4 * WIDTH
+    assert 0 < cast.history[-1].pulled_bytes - final <= (plain.history[-1].pulled_bytes + 4 * final) / 2
+
+
+def test_a_worker_computes_with_what_it_has_received() -> None:
+    received = weights_in_the_middle(pull_codec="bf16")
+    assert torch.equal(received, received.bfloat16().float())
+    plain = weights_in_the_middle()
+    assert not torch.equal(plain, plain.bfloat16().float())
+
+
+def weights_in_the_middle(**options: Any) -> Tensor:
+    """Return the parameters of a worker in the middle of a run."""
+    config = RunConfig(
+        task="tests.test_compressed_pushes:Slopes",
+        strategy="downpour",
+        strategy_settings=EXACT,
+        num_workers=1,
+        num_servers=1,
+        runtime="sim",
+        **options,
+    )
+    settings = RunSettings(num_workers=1, num_servers=1)
+    cluster = SimulatedCluster(make_scenario(config), settings, INSTANT, Notes())
+    cluster.start()
+    cluster.run(until_s=20.05)
+    client = cluster.workers[0].client
+    assert client is not None
+    return client.flat.vectors[0][:WIDTH].clone()
+
+
 @pytest.mark.parametrize(
     ("strategy", "options", "says"),
     [
@@ -183,6 +221,8 @@ def test_real_processes_are_exact_over_tcp_and_in_shared_memory(tmp_path: Path) 
         (STRATEGIES[0], {"codec": "topj"}, "did you mean topk"),
         (STRATEGIES[0], {"codec": "topk:7"}, "at most 1"),
         (STRATEGIES[0], {"codec": 3}, "is not a codec"),
+        (STRATEGIES[0], {"pull_codec": "topk"}, "for gradients, and servers send parameters. Choose from bf16, fp16"),
+        (Sync(lr=RATE), {"codec": None, "pull_codec": "bf16", "servers": None}, "no servers that send them"),
     ],
 )
 def test_what_cannot_be_compressed_is_refused(

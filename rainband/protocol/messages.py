@@ -203,6 +203,7 @@ class Params(Message, frozen=True, tag=23):
     asks: bool = False  # readers must ask each time, even with shared memory: the rule admits them
     clock: int = -1  # the reader's, as this block counts it; a larger one: the reader was forgotten, and starts there
     kept: int = -1  # the reader, if the rule keeps a copy of what it received
+    encoded: int = 0  # bytes of the payload, if a codec has made it; until it is read, 1: it will be encoded
 
 
 class PullDelayed(Message, frozen=True, tag=24):

@@ -10,24 +10,54 @@ from rainband.options import OptionError, RunOptions, opt
 from rainband.runtimes.config import RunConfig
 from rainband.strategy import Requirements
 
+NAMES = ("codec", "pull_codec")
 
-def codec_of(config: RunConfig) -> Codec | None:
-    """Return the codec with which workers send, or None."""
-    return load_codec(config.codec) if config.codec else None
+
+def codecs_of(config: RunConfig) -> tuple[Codec | None, Codec | None]:
+    """Return the codecs with which workers and servers send, or None."""
+    return _made(config.codec), _made(config.pull_codec)
+
+
+def _made(typed: str) -> Codec | None:
+    return load_codec(typed) if typed else None
 
 
 def with_codec_text(options: RunOptions) -> RunOptions:
-    """Return the options with a codec as text, if it was given as an object; raise if there is none such."""
-    if options.get("codec") in (None, "", "none"):
-        return {**options, "codec": ""} if options.get("codec") else options
+    """Return the options with codecs as text, if they were given as objects; raise if there is none such."""
+    typed = {name: options[name] for name in NAMES if options.get(name) is not None}  # type: ignore[literal-required]
+    return {**options, **{name: _text(name, value) for name, value in typed.items()}}  # type: ignore[typeddict-item]
+
+
+def _text(name: str, value: object) -> str:
+    if value in ("", "none"):
+        return ""
     try:
-        return {**options, "codec": text_of(options["codec"] or "")}
+        return text_of(value)  # type: ignore[arg-type]  # anything else is refused there
     except ValueError as error:
-        raise OptionError(f"{opt('codec', options['codec'])}: {error}") from None
+        raise OptionError(f"{opt(name, value)}: {error}") from None
 
 
-def check_codec(options: RunOptions, name: str, requires: Requirements) -> None:
-    """Raise if what the workers of a strategy send cannot be encoded by this codec."""
+def check_codecs(options: RunOptions, name: str, requires: Requirements) -> None:
+    """Raise if what the workers or servers of a strategy send cannot be encoded by these codecs."""
+    _check_codec(options, name, requires)
+    typed = options.get("pull_codec")
+    if not typed:
+        return
+    if requires.tree_arity:
+        raise OptionError(f"{opt('pull_codec', typed)}: the servers of {name} pass on exact parameters. Omit it.")
+    if not requires.servers or requires.coordinated:
+        why = "its line searches need exact parameters" if requires.coordinated else "it has no servers that send them"
+        raise OptionError(f"{opt('pull_codec', typed)}: {name} cannot use it, because {why}. Omit it.")
+    if not load_codec(typed).properties.of_values:
+        raise OptionError(
+            f"{opt('pull_codec', typed)}: it is for gradients, and servers send parameters. Choose from "
+            f"{', '.join(_those(lambda codec: codec.properties.of_values))}."
+        )
+    if options.get("record"):
+        raise OptionError(f"{opt('record', True)} repeats pulls as they were: omit {opt('pull_codec', typed)}.")
+
+
+def _check_codec(options: RunOptions, name: str, requires: Requirements) -> None:
     typed = options.get("codec")
     if not typed:
         return
@@ -55,6 +85,8 @@ def _no_codec(requires: Requirements) -> str:
         return "its line searches need exact gradients"
     if requires.stages is not None:
         return "its workers send activations, which must arrive as they are"
+    if requires.tree_arity:
+        return "its servers pass on sums of gradients, which are exact"
     if requires.shared_memory:
         return "its workers write into one memory"
     if requires.tree_arity:

@@ -59,6 +59,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     transport: str = "auto"
     codec: str = ""  # with which workers encode what they send; none: it is sent as it is
+    pull_codec: str = ""  # with which servers encode the parameters that they send
     eval_every_s: float = 10.0  # seconds between evaluations on one worker; 0: only at the end
     target: str = ""  # METRIC=VALUE at which the run ends; none: all data is processed
     failure_timeout_s: float = 5.0

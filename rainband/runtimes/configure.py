@@ -37,7 +37,7 @@ from rainband.options import (
 from rainband.plugins import search_current_folder, where_to_run
 from rainband.protocol.optimizer_spec import BUILT_IN
 from rainband.runtimes.checkpoints.choose import with_checkpoints
-from rainband.runtimes.codecs import check_codec, with_codec_text
+from rainband.runtimes.codecs import check_codecs, with_codec_text
 from rainband.runtimes.config import RAY_FIELDS, RaySettings, RunConfig, SimSettings, check_ray, ray_settings
 from rainband.runtimes.machines.addresses import check_machines
 from rainband.runtimes.simulation.models.cluster_model import compute_model, load_model
@@ -78,7 +78,7 @@ PLAIN_FIELDS = (
         "eval_every_s",
         "runtime",
     ),
-    *("record", "timeline", "parts", "stuck_timeout_s", "target", "codec"),
+    *("record", "timeline", "parts", "stuck_timeout_s", "target", "codec", "pull_codec"),
 )
 SIM_FIELDS = {"network": "model", "time_only": "time_only", "steps": "steps", "compute": "compute"}
 OPTION_TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
@@ -266,7 +266,7 @@ def resolve(
     check_ray({**options, "workers": workers}, name, requires)
     _check_simulation(options, name, requires, size)
     _check_record(options, name, requires, size)
-    check_codec(options, name, requires)
+    check_codecs(options, name, requires)
     if options.get("target"):
         options = _check_target(options, name, requires)
     if options.get("runtime", "processes") == "processes":

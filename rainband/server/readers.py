@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
+from rainband.codecs.codec import Memory, key_of
 from rainband.protocol.messages import Message, Params, Peer, Pull, PullDelayed
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rainband.codecs.codec import Codec
     from rainband.protocol.parameter_buffers import ParameterBuffer
     from rainband.server.block import Block
 
@@ -34,8 +36,10 @@ class ReadableBlock(Protocol):
 class Readers:
     """Answers pulls, now or when a block's rule admits the reader."""
 
-    def __init__(self, blocks: Mapping[int, Block]) -> None:
+    def __init__(self, blocks: Mapping[int, Block], codec: Codec | None = None) -> None:
+        """`codec`: with which parameters are sent, except those that are read to be saved or evaluated."""
         self.blocks = blocks
+        self.codec = codec
         self.term = 1
         self.asks = False  # readers in shared memory must ask, too
         self.incarnations: dict[int, int] = {}  # worker -> the incarnation whose clock counts
@@ -94,6 +98,7 @@ class Readers:
             asks=self.asks,
             clock=clock,
             kept=kept,
+            encoded=int(self.codec is not None and pull.clock >= 0),
         )
 
     def _report_delays(self, block: Block) -> list[ServerOutput]:
@@ -108,6 +113,16 @@ class Readers:
 
     def read(self, params: Params) -> tuple[Params, Tensor | None]:
         """Return a reply that is about to leave with the parameters of this moment."""
+        params, values = self._read(params)
+        if not params.encoded or values is None:
+            return params, values
+        assert self.codec is not None, "only replies that were made with a codec are encoded"
+        body = self.codec.encode(values.float(), key_of(params.sequence, params.block), Memory())
+        if len(body) >= values.nbytes or not bool(values.isfinite().all()):
+            return msgspec.structs.replace(params, encoded=0), values
+        return msgspec.structs.replace(params, encoded=len(body)), body
+
+    def _read(self, params: Params) -> tuple[Params, Tensor | None]:
         block = self.blocks[params.block]
         if block.keeps_reads and params.kept >= 0:
             copy = block.rule.copy_of(params.kept, params.version)

@@ -75,8 +75,9 @@ class Server:
         publish: Publish,
         observer: Observer | None = None,
         codec: Codec | None = None,
+        pull_codec: Codec | None = None,
     ) -> None:
-        """`codec`: with which workers may encode their pushes."""
+        """`codec`: with which workers may encode their pushes; `pull_codec`: with which parameters are sent to them."""
         self.server_part = server_part
         self.publish = publish
         self.observer = observer
@@ -85,7 +86,7 @@ class Server:
         self.blocks: dict[int, Block] = {}
         self.early_loads: list[tuple[Peer, InitBlock, Tensor | None]] = []  # received before the blocks were assigned
         self.validator = PushValidator(codec)
-        self.readers = Readers(self.blocks)
+        self.readers = Readers(self.blocks, pull_codec)
         self.progress = ProgressReport(self.blocks)
         self.commands: CommandExecutor | None = None  # of a coordinated run
         self.adjusted = 0  # the number of the last AdjustRule that was followed

@@ -252,7 +252,11 @@ class TcpPort(ThreadedLink):
     def _body_memory(self, header: bytes, num_bytes: int) -> memoryview:
         message = decode(header)
         payload = None
-        if isinstance(message, Params):
+        if isinstance(message, Params) and message.encoded and message.block in self.inbox:
+            if message.encoded != num_bytes or num_bytes >= self.inbox[message.block].nbytes:
+                raise BadFrame(f"a body of {num_bytes} bytes is not what block {message.block} becomes encoded")
+            payload = torch.empty(num_bytes, dtype=torch.uint8)
+        elif isinstance(message, Params):
             payload = (self.views if message.sequence == self.exchanging else self.inbox).get(message.block)
         if isinstance(message, StatePart) and message.block in self.inbox:
             payload = torch.empty_like(self.inbox[message.block])

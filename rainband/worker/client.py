@@ -279,7 +279,7 @@ class Client:
         if (
             self.plan.items_per_round and len(versions) > 1
         ):  # they differ by one: a block keeps the version before its newest
-            await self.pulls.round(min(versions))
+            await self.pulls.round(min(versions), final=True)
 
     def load(self, state: State | None = None) -> None:
         """Send the servers this worker's parameters and optimizer state: the first values of the run."""

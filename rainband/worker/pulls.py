@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
+from rainband.codecs.codec import Codec, key_of
+from rainband.errors import Refused
 from rainband.protocol.messages import Ack, Idle, Params, Pull, PullDelayed
 from rainband.protocol.steps import Handle
 from rainband.worker.leases import HeldLeases
@@ -66,13 +69,14 @@ class PullHandle(Handle):
 class Pulls:
     """Requests parameters, or reads them in shared memory. At most one pull is under way."""
 
-    __slots__ = ("asks", "current", "entered", "leases", "pushes", "servers", "versions")
+    __slots__ = ("asks", "codec", "current", "entered", "leases", "pushes", "servers", "versions")
 
     def __init__(self, servers: ServerBlocks, pushes: Pushes, leases: HeldLeases) -> None:
         self.servers = servers
         self.pushes = pushes
         self.leases = leases
         self.versions = pushes.versions
+        self.codec: Codec | None = None  # with which servers encode parameters
         self.current: PullHandle | None = None
         self.asks: bool | None = None  # must servers in shared memory be asked before a read? Their first reply says
         self.entered = False  # readers on the servers wait for this worker
@@ -88,10 +92,11 @@ class Pulls:
         pull = self.current = PullHandle(self, request.sequence, -1, num_blocks, request=request, eager=True)
         return pull
 
-    def round(self, round_: int) -> PullHandle:
-        """Request exactly the parameters of a round, unless that is under way already."""
-        if self.current is None or self.current.at_version != round_:
-            request = Pull(self.pushes.next_sequence(), self.pushes.clock, round_, part=self.servers.part)
+    def round(self, round_: int, final: bool = False) -> PullHandle:
+        """Request exactly the parameters of a round, unless that is under way already; `final`: to be saved."""
+        if self.current is None or self.current.at_version != round_ or final:
+            clock = -1 if final else self.pushes.clock
+            request = Pull(self.pushes.next_sequence(), clock, round_, part=self.servers.part)
             self.current = PullHandle(self, request.sequence, round_, len(self.servers.blocks), request=request)
             self.servers.send_all(request)
             self.requested(self.current)
@@ -176,7 +181,7 @@ class Pulls:
         servers, observer = self.servers, self.servers.observer
         if observer is not None:
             observer.began("read")
-        out = servers.views[block]
+        out, num_bytes = servers.views[block], servers.num_bytes[block]
         if values is None:
             read = servers.port_of[block].read(servers.specs[block], pull.at_version, out)
             if read is None:
@@ -185,13 +190,23 @@ class Pulls:
                     observer.ended("read")
                 return
             version = read
+        elif self.codec is not None and values.dtype == torch.uint8 and values.nbytes < servers.num_bytes[block]:
+            out.copy_(self._decoded(self.codec, pull, block, values))
+            num_bytes = values.nbytes
         elif values is not out and values.data_ptr() != out.data_ptr():  # otherwise it was received there
             out.copy_(values.view(out.dtype))
         self.versions[block] = version
         pull.left -= 1
-        servers.stats.pulled_bytes += servers.num_bytes[block]
+        servers.stats.pulled_bytes += num_bytes
         if observer is not None:
             observer.ended("read")
+
+    def _decoded(self, codec: Codec, pull: PullHandle, block: int, body: Tensor) -> Tensor:
+        """Return the parameters that a codec has encoded; raise Refused if these bytes cannot be any."""
+        try:
+            return codec.decode(body, self.servers.specs[block].numel, key_of(pull.sequence, block))
+        except ValueError as error:
+            raise Refused(f"the parameters of block {block} cannot be decoded: {error}") from None
 
     def _round_is_over(self, pull: PullHandle) -> None:
         """Mark the pull as late: other workers have done the rest of its round."""

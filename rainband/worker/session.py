@@ -116,7 +116,19 @@ class Session:
             "join",
             "me",
         ),
-        *("model", "observer", "perform", "runtime", "stats", "stopped", "strategy", "training", "welcome", "worker"),
+        *(
+            "model",
+            "observer",
+            "perform",
+            "pull_codec",
+            "runtime",
+            "stats",
+            "stopped",
+            "strategy",
+            "training",
+            "welcome",
+            "worker",
+        ),
     )
 
     strategy: Strategy  # set by `prepare`: a process connects first, so that errors in loading them are reported
@@ -131,6 +143,7 @@ class Session:
         self.stats = Stats()
         self.client: Client | None = None
         self.codec: Codec | None = None  # for what it pushes
+        self.pull_codec: Codec | None = None  # for what servers send it
         self.worker: RunningWorker | None = None  # when it has joined the run
         self.is_welcome = False
         self.go = False
@@ -180,6 +193,7 @@ class Session:
         client.servers.stats, client.servers.observer = self.stats, self.observer
         if welcome.via >= 0:
             client.servers.use(welcome.via)
+        client.pulls.codec = self.pull_codec
         if self.codec is not None and client.servers.port_of:
             client.pushes.compressed = CompressedPushes(self.codec, self.me.index, client.flat.layout)
         if self.observer is not None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -25,7 +26,7 @@ from rainband.runtimes.checkpoints.background import BackgroundThread
 from rainband.runtimes.checkpoints.remote import NodeFiles
 from rainband.runtimes.checkpoints.restore import restore_server
 from rainband.runtimes.checkpoints.write import ServerWriter
-from rainband.runtimes.codecs import codec_of
+from rainband.runtimes.codecs import codecs_of
 from rainband.runtimes.config import Job, decode_job
 from rainband.server.readers import ServerOutput
 from rainband.server.server import Server
@@ -65,6 +66,11 @@ def leave_out_the_compiler() -> None:
             setattr(method, "__dynamo_disable", method)  # where torch caches the disabled method
 
 
+def as_in_memory(message: Message) -> Message:
+    """Return a reply for a worker that reads the parameters in shared memory, where no codec is used."""
+    return msgspec.structs.replace(message, encoded=0) if isinstance(message, messages.Params) else message
+
+
 def _observers(job: Job) -> list[Observer]:
     """Return the observers of a server that its configuration asks for; importing them costs memory, so only then."""
     observers: list[Observer] = []
@@ -89,7 +95,7 @@ class ServerProcess:
         self.tcp = tcp
         self.me = Peer("server", job.index, job.incarnation)
         self.strategy = strategy or load_strategy(config.strategy, config.strategy_settings)
-        self.server = Server(self._server_part, self._publish, join_observers(_observers(job)), codec_of(config))
+        self.server = Server(self._server_part, self._publish, join_observers(_observers(job)), *codecs_of(config))
         self.published: Published | None = None
         self.unopened: list[tuple[Connection, messages.Hello]] = []  # workers that were sooner than the blocks
         self.over = False
@@ -165,7 +171,7 @@ class ServerProcess:
             if target is None:
                 continue
             if out.read:
-                target.reads.append(out.message)
+                target.reads.append(as_in_memory(out.message) if target.mailbox is not None else out.message)
             else:
                 target.send(out.message)
             self.hub.queue(target)

@@ -34,7 +34,7 @@ from rainband.runtimes.checkpoints.background import BackgroundThread
 from rainband.runtimes.checkpoints.place import worker_file
 from rainband.runtimes.checkpoints.remote import NodeFiles
 from rainband.runtimes.checkpoints.write import write_worker
-from rainband.runtimes.codecs import codec_of
+from rainband.runtimes.codecs import codecs_of
 from rainband.runtimes.config import Job
 from rainband.runtimes.processes.drive import Deadline, drive
 from rainband.strategy import Strategy
@@ -101,7 +101,7 @@ class WorkerLink:
         self.optimizers = job.config.optimizers
         self.event_loop = EventLoop()
         self.session = Session(self.me, self, observer)
-        self.session.codec = codec_of(job.config)
+        self.session.codec, self.session.pull_codec = codecs_of(job.config)
         self.stats = self.session.stats
         self.control: CoordinatorLink | None = None
         self.joined = False  # a custom training loop uses it

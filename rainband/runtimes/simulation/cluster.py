@@ -76,7 +76,7 @@ class Scenario:
     stage_compute: Callable[[int], StageCompute] | None = None  # by worker, if several compute one model together
     equal_parts: bool = False  # of batches that workers share
     checkpoints: CheckpointAccess | None = None  # None: there are none
-    codec: Codec | None = None  # with which workers encode what they push
+    codecs: tuple[Codec | None, Codec | None] = (None, None)  # of what workers and what servers send
 
     def server_part(self, num_workers: int) -> ServerPart:
         part = self.strategy.server(num_workers)

@@ -156,7 +156,7 @@ class ServerNode(Node):
     ) -> None:
         super().__init__(cluster.bus, peer, machine)
         self.observer = observer
-        self.server = Server(cluster.scenario.server_part, publish, observer, cluster.scenario.codec)
+        self.server = Server(cluster.scenario.server_part, publish, observer, *cluster.scenario.codecs)
         self.checkpoints = checkpoints = cluster.scenario.checkpoints
         self.writer = (
             None
@@ -166,6 +166,7 @@ class ServerNode(Node):
         self.costs = costs = cluster.model.nodes
         self.cores = cluster.cores
         self.block_bytes = cluster.block_bytes
+        self.real = cluster.scenario.real
         # On one machine several messages wait at once: then their answers leave together, as a hub sends them.
         self.flushes_after = FRAMES_BEFORE_FLUSH if costs.cores else 1
         self.found = 0  # messages that were waiting when it last looked and are not handled yet
@@ -260,10 +261,15 @@ class ServerNode(Node):
         assert isinstance(message, (Params, RelayedPush))
         num_bytes = self.block_bytes(message.block)
         self.owed_s += num_bytes / self.costs.read_bytes_per_s
+        codec = self.server.readers.codec
+        if isinstance(message, Params) and message.encoded and codec is not None:
+            num_bytes = min(num_bytes, codec.num_bytes(num_bytes // 4))
         self.bus.send(self, out.to, message, num_bytes=HEADER_BYTES + num_bytes, read=lambda: self._read(message))
 
     def _read(self, message: Message) -> tuple[Message, Tensor | None]:
         """Read a message's values when it leaves; a private copy, because the block keeps changing."""
+        if not self.real and isinstance(message, Params):
+            message = msgspec.structs.replace(message, encoded=0)  # only its bytes are counted
         message, values = self.server.fill(message)
         return message, None if values is None else values.clone() if values.numel() else NOTHING
 

@@ -24,7 +24,7 @@ from rainband.plugins import load_strategy
 from rainband.protocol.messages import Address, Dataset, Join
 from rainband.record.spans import write_spans
 from rainband.runtimes.checkpoints.restore import access_of
-from rainband.runtimes.codecs import codec_of
+from rainband.runtimes.codecs import codecs_of
 from rainband.runtimes.config import RunConfig, dataset_of
 from rainband.runtimes.hogwild.server import HogwildServer
 from rainband.runtimes.processes.server_process import leave_out_the_compiler
@@ -233,8 +233,8 @@ def is_aggregated(config: RunConfig) -> bool:
 def make_scenario(config: RunConfig, task: Task | None = None, strategy: Strategy | None = None) -> Scenario:
     """Build the scenario of a run; `strategy` and `task` replace those that the configuration names."""
     scenario = _scenario(config, task, strategy)
-    scenario.codec = codec_of(config)
-    if scenario.codec is not None and scenario.aggregated:
+    scenario.codecs = codecs_of(config)
+    if any(scenario.codecs) and scenario.aggregated:
         raise ValueError(
             "--codec: thousands of servers are simulated as one, without codecs. Use fewer workers or servers."
         )

@@ -81,7 +81,7 @@ class WorkerNode(Node):
         self.observer = observer
         self.session = Session(peer, self, observer)
         self.session.prepare(cluster.scenario.strategy, cluster.scenario.join, compute)
-        self.session.codec = cluster.scenario.codec
+        self.session.codec, self.session.pull_codec = cluster.scenario.codecs
         self.stats = self.session.stats
         self.eval_every_s = 0.0  # seconds between two evaluations; 0: none before the end
         self.measuring: PeriodicEval | None = None
