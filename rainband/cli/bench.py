@@ -18,8 +18,14 @@ if TYPE_CHECKING:
 
 def names() -> list[str]:
     """Return the names of the benchmarks, which are those of their files."""
-    folder = Path(__file__).parents[1] / "bench" / "cases"
-    return sorted({file.stem for file in folder.glob("*.py")} - {"__init__"})
+    return sorted(_modules())
+
+
+def _modules() -> dict[str, str]:
+    """Return the module of each benchmark, by name; sub-folders only group files."""
+    root = Path(__file__).parents[1]
+    files = [file.relative_to(root).with_suffix("") for file in (root / "bench" / "cases").rglob("*.py")]
+    return {file.name: ".".join(("rainband", *file.parts)) for file in files if file.name != "__init__"}
 
 
 def command(
@@ -42,7 +48,7 @@ def command(
         typer.echo(f"measuring {one} ...", err=True)
         found: list[Row] = []
         try:
-            for row in importlib.import_module(f"rainband.bench.cases.{one}").run("quick" if quick else "full"):
+            for row in importlib.import_module(_modules()[one]).run("quick" if quick else "full"):
                 found.append(row)
                 typer.echo("  " + one_line(row), err=True)  # the table may take minutes
         except KeyboardInterrupt:

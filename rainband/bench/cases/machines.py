@@ -6,22 +6,20 @@ network. All processes of a measurement end with it.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from rainband.bench.baselines.data_parallel import TrainOrder
 from rainband.bench.cases.sim import STEPS, measured
+from rainband.bench.harness.machine_runs import await_found, events_in, number_of, running, start
 from rainband.bench.harness.machines import Machines, NoMachines
 from rainband.bench.harness.rows import Effort, Row, at_least, at_most
 from rainband.record.calibrate import calibrate
@@ -32,9 +30,7 @@ from rainband.runtimes.simulation.models.cluster_model import NETWORKS, to_toml
 SIZE = "5.8M"
 MACHINES = 3
 PORT = 7070
-MAIN = "from rainband.cli.main import main; main()"
 DDP = "import sys; from rainband.bench.baselines import data_parallel as d; d.train_main(sys.stdin.buffer.read(), [1])"
-LIMIT_S = 120.0
 PREDICTED_EPOCHS = 10
 GBIT_BYTES = 125e6
 
@@ -108,7 +104,7 @@ def _ddp(machines: Machines, seconds: float) -> float:
     for rank in range(MACHINES):
         order = TrainOrder(SIZE, seconds, rank, PORT, machines.address(0), MACHINES)
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": machines.card(rank), "OMP_NUM_THREADS": "1"}
-        ranks.append(_start(machines, rank, DDP, [], environment, subprocess.PIPE))
+        ranks.append(start(machines, rank, DDP, [], environment, subprocess.PIPE))
         assert ranks[-1].stdin is not None
         ranks[-1].stdin.write(msgspec.msgpack.encode(order))
         ranks[-1].stdin.close()
@@ -149,16 +145,16 @@ def _train(machines: Machines, seconds: float, words: Sequence[str], servers: in
         ]
         options += ["--servers", str(servers)] if servers else []
         strategy, *rest = words
-        with _running(machines, 0, ["train", "mlp", strategy, f"task.parameters={SIZE}", *rest, *options]):
-            invitation = _await(lambda: next(iter(Path(root).glob("*/invite.txt")), None), "the invitation")
+        with running(machines, 0, ["train", "mlp", strategy, f"task.parameters={SIZE}", *rest, *options]):
+            invitation = await_found(lambda: next(iter(Path(root).glob("*/invite.txt")), None), "the invitation")
             events = invitation.parent / "events.jsonl"
-            _await(lambda: _number(events, "FirstStep" if workers else "Listening") or None, "the first step")
+            await_found(lambda: number_of(events, "FirstStep" if workers else "Listening") or None, "the first step")
             started = time.perf_counter()
-            with _running(machines, 1, ["join", str(invitation), "--workers", "1"]):
-                _await(lambda: _number(events, "Linked") > workers or None, "the second machine")
+            with running(machines, 1, ["join", str(invitation), "--workers", "1"]):
+                await_found(lambda: number_of(events, "Linked") > workers or None, "the second machine")
                 joined_s = time.perf_counter() - started
-                with _running(machines, 2, ["join", str(invitation), "--workers", "1"]):
-                    _await(lambda: _number(events, "Linked") > workers + 1 or None, "the third machine")
+                with running(machines, 2, ["join", str(invitation), "--workers", "1"]):
+                    await_found(lambda: number_of(events, "Linked") > workers + 1 or None, "the third machine")
                     time.sleep(2.0)
                     before, sent, at = _samples(events), machines.bytes_sent(0), time.perf_counter()
                     time.sleep(seconds)
@@ -169,49 +165,7 @@ def _train(machines: Machines, seconds: float, words: Sequence[str], servers: in
     return Trained(samples / at_s, (sent_then - sent) / (until - at), joined_s)
 
 
-@contextmanager
-def _running(machines: Machines, index: int, words: Sequence[str]) -> Iterator[None]:
-    """Run a command of rainband on a machine, and end it at once afterwards."""
-    process = _start(machines, index, MAIN, words, dict(os.environ), subprocess.DEVNULL)
-    try:
-        yield
-    finally:
-        process.terminate()
-        time.sleep(0.2)
-        process.terminate()
-        try:
-            process.wait(LIMIT_S / 4)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _start(
-    machines: Machines, index: int, program: str, words: Sequence[str], environment: dict[str, str], output: int
-) -> subprocess.Popen[bytes]:
-    command = [*machines.inside(index), sys.executable, "-c", program, *words]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.DEVNULL, env=environment)
-
-
-def _await(found: Any, what: str) -> Any:
-    deadline = time.monotonic() + LIMIT_S
-    while (result := found()) is None:
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"{what} has not come within {LIMIT_S:g} s.")
-        time.sleep(0.01)
-    return result
-
-
-def _events(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith(b"\n")]
-
-
-def _number(path: Path, event: str) -> int:
-    return sum(one["event"] == event for one in _events(path))
-
-
 def _samples(path: Path) -> tuple[float, float]:
     """Return the samples done at the last progress, and when that was."""
-    last = [one for one in _events(path) if one["event"] == "Progress"][-1]
+    last = [one for one in events_in(path) if one["event"] == "Progress"][-1]
     return float(last["samples_done"]), float(last["at_s"])
