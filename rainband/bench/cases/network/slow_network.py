@@ -27,7 +27,7 @@ from rainband.views.history import read_run
 MACHINES = 4
 PORT = 7070
 PARAMETERS, SAMPLES = "0.7M", 8192
-BATCH, LR, ACCURACY = 64, 0.05, 0.6
+BATCH, LR, ACCURACY = 64, 0.2, 0.5
 DDP = "import sys; from rainband.bench.baselines import time_to_target as t; t.main(sys.stdin.buffer.read(), [1])"
 
 
