@@ -11,11 +11,15 @@ from rainband.codecs.find import load_codec
 from rainband.options import OptionError
 from rainband.protocol.worker_stats import Stats
 from rainband.rounds.encoded import EncodedExchange
+from rainband.rounds.view import Header
+from rainband.runtimes.machines.rounds_relay import MachineView, Rooms, taken
 from rainband.strategies.all_reduce import AllReduce
 from rainband.strategies.averaging.averaging import Averaging
 from rainband.strategies.neighbors.gossip import Gossip
 from rainband.strategies.sync import Sync
+from rainband.strategies.tree import Tree
 from rainband.strategy import Strategy
+from rainband.transports.shared_rounds import AREA_BYTES, RoundsMemory, SharedBoard
 from tests.test_compressed_pushes import RATE, trained, weights
 
 SYNC = Sync(lr=RATE, optimizer="sgd")
@@ -43,6 +47,11 @@ def test_a_worker_that_is_killed_loses_only_what_it_had_kept(tmp_path: Path) -> 
     assert len(result.accounting.lost_residuals) == 1
 
 
+def test_servers_that_pass_on_sums_take_no_codec(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="pass on sums of gradients"):
+        trained(Tree(), tmp_path, codec="topk:0.02", servers=None)
+
+
 def test_an_all_reduce_takes_what_it_can_sum(tmp_path: Path) -> None:
     strategy = AllReduce(lr=RATE, optimizer="sgd")
     plain = trained(strategy, tmp_path, servers=None)
@@ -60,6 +69,19 @@ def test_models_are_sent_as_casts(strategy: Strategy, tmp_path: Path) -> None:
     assert sent + cast.history[-1].saved_bytes == sum(plain.history[-1].sent_bytes.values())
     with pytest.raises(OptionError, match="exchange models, and it is for gradients. Choose from bf16, fp16, qsgd:8"):
         trained(strategy, tmp_path, servers=None, codec="topk:0.02")
+
+
+def test_between_machines_only_the_encoded_bytes_are_sent() -> None:
+    memory = RoundsMemory(1)
+    try:
+        memory.words.of[0][AREA_BYTES] = 4000
+        board = SharedBoard(memory.fds, 0, [torch.zeros(1000)])
+        header = Header("mean", 1, 2, 3, present=b"\x01", encoded=(100,))
+        board.publish(0, 7, header)
+        sent = MachineView(()).messages(0, taken(memory.words.bytes[0]), Rooms(memory))
+        assert [len(body) for _, body in sent if body is not None] == [100]
+    finally:
+        memory.close()
 
 
 # ---- one contribution ----

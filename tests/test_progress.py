@@ -493,6 +493,19 @@ def test_the_summary_says_what_went_through_the_servers(tmp_path: Path) -> None:
     )
 
 
+def test_the_summary_says_how_many_bytes_a_codec_has_saved_and_what_it_has_lost(tmp_path: Path) -> None:
+    moved = msgspec.structs.replace(
+        progress(5.0, 1000), pushed_bytes=1_000_000, pulled_bytes=3_000_000, saved_bytes=9_000_000
+    )
+    end = msgspec.structs.replace(ended(), accounting={**ended().accounting, "lost_residuals": [3.0, 4.0]})
+    lines = summary(RunSoFar.from_events([started(), moved, end]), tmp_path)
+    assert "  traffic    1 MB pushed for 10 MB of gradients (10 times less), 3 MB of parameters pulled" in lines
+    assert "             what the codecs of 2 workers had not sent is lost: norm 5" in lines
+    exchanged = msgspec.structs.replace(progress(5.0, 1000), sent_bytes={0: 1_000_000}, saved_bytes=4_000_000)
+    lines = summary(RunSoFar.from_events([started(), exchanged, ended()]), tmp_path)
+    assert "  traffic    1 MB exchanged for 5 MB of values (5 times less)" in lines
+
+
 def test_a_failed_run_says_why_unless_that_was_shown(tmp_path: Path) -> None:
     failed = RunSoFar.from_events([ended("failed", "server 0 was lost")])
     nowhere = Path("runs/nowhere")  # short: long lines are folded

@@ -113,18 +113,25 @@ def accounting(counts: Mapping[str, Any], has_lost_nodes: bool = True) -> list[s
     # Custom training loops return leases when they end early: that is not worth a line.
     if has_lost_nodes and (reassigned := counts.get("reassigned")):
         lines.append(f"{count(reassigned, 'lease')} reassigned, because a worker was lost or inactive")
-    if residuals := counts.get("lost_residuals"):
-        norm = short(math.sqrt(sum(residual**2 for residual in residuals)))
-        lines.append(f"what the codecs of {count(len(residuals), 'worker')} had not sent is lost: norm {norm}")
+    lines += lost_residuals(counts)
     if refused := counts.get("refused"):
         lines.append(f"{count(sum(refused.values()), 'push')} refused: {_by_reason(refused, REFUSALS)}")
     return lines
 
 
+def lost_residuals(counts: Mapping[str, Any]) -> list[str]:
+    """Return a line about what codecs had not sent when their workers ended; none if all was sent."""
+    if not (residuals := counts.get("lost_residuals")):
+        return []
+    norm = short(math.sqrt(sum(residual**2 for residual in residuals)))
+    return [f"what the codecs of {count(len(residuals), 'worker')} had not sent is lost: norm {norm}"]
+
+
 def _accounts(so_far: RunSoFar, counts: Mapping[str, Any]) -> tuple[str, list[str]]:
     """Return the unit that was counted, batches or samples, and the counts."""
     if samples := counts.get("samples"):
-        return "samples", shared(samples, so_far.started.num_workers if so_far.started else 1)
+        lines = shared(samples, so_far.started.num_workers if so_far.started else 1)
+        return "samples", lines + lost_residuals(counts)
     return "batches", accounting(counts, bool(so_far.num_lost))
 
 
@@ -180,7 +187,7 @@ def traffic(last: Progress | None) -> str:
     """Return the bytes sent to the servers and received from them, or, with a codec, to other workers."""
     if last is None or not last.pushed_bytes:
         sent = sum(last.sent_bytes.values()) if last is not None else 0
-        if last is None or not sent or not last.saved_bytes:
+        if last is None or not sent or not last.saved_bytes or last.disagreement is not None:
             return ""
         plain = sent + last.saved_bytes
         return f"{size(sent)} exchanged for {size(plain)} of values ({short(plain / sent)} times less)"
@@ -198,8 +205,9 @@ def models(last: Progress | None) -> str:
     """Return what workers with models of their own have exchanged, and how far the models were apart."""
     if last is None or last.disagreement is None:
         return ""
-    sent = size(sum(last.sent_bytes.values()))
-    return f"{sent} exchanged; disagreement {short(last.disagreement)}, their distance from the mean"
+    sent = sum(last.sent_bytes.values())
+    fewer = f" ({short(last.saved_bytes / sent + 1)} times less)" if sent and last.saved_bytes else ""
+    return f"{size(sent)} exchanged{fewer}; disagreement {short(last.disagreement)}, their distance from the mean"
 
 
 def _by_reason(counts: Mapping[str, int], names: Mapping[str, str] | None = None) -> str:

@@ -21,6 +21,7 @@ from torch import Tensor
 from rainband.model.gradient import Gradient
 from rainband.protocol.accounting import NOT_FINITE
 from rainband.protocol.messages import Conclude
+from rainband.rounds.encoded import EncodedExchange
 from rainband.runtimes.training_loop.batches import Indices, LoopBatches
 from rainband.runtimes.training_loop.coroutine import LoopParameters, LoopWorker, NextWorkItem, UsersOptimizer
 from rainband.runtimes.training_loop.loop import LoopModel, TrainingLoop
@@ -257,7 +258,9 @@ class LocalStepsModel(LoopModel):
             index, loop.num_workers, client, params, loop._step_now, loop.strategy, loop.optimizers, loop.state
         )
         board = SharedBoard(loop.member.round_files, index, examples(worker))
-        worker.model_rounds = loop.state.rounds = LoopModels(worker, board, time.monotonic)
+        rounds = worker.model_rounds = loop.state.rounds = LoopModels(worker, board, time.monotonic)
+        if (codec := loop.member.session.codec) is not None:
+            rounds.member.encoded = EncodedExchange(codec, len(worker.flat.parameters))
         loop.begin_checkpoints()
         return worker
 
