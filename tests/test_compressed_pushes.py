@@ -15,10 +15,13 @@ import torch
 from torch import Tensor, nn
 
 import rainband
+from rainband.codecs.find import load_codec
+from rainband.codecs.pushes import CompressedPushes, EncodedValues
 from rainband.codecs.topk import TopK
 from rainband.coordinator.coordinator import RunSettings
 from rainband.fit import FitResult
 from rainband.options import OptionError
+from rainband.protocol.layout import LayoutEntry, arrange, cut
 from rainband.runtimes.config import RunConfig
 from rainband.runtimes.simulation.cluster import Notes, SimulatedCluster
 from rainband.runtimes.simulation.run import make_scenario
@@ -230,3 +233,35 @@ def test_what_cannot_be_compressed_is_refused(
 ) -> None:
     with pytest.raises((OptionError, ValueError), match=says):
         trained(strategy, tmp_path, **{"codec": "topk:0.01", **options})
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("codec", ["topk:0.1", "fp16"])
+def test_what_is_not_encoded_has_the_dtype_of_its_block(codec: str, dtype: str) -> None:
+    layout = arrange([LayoutEntry("bias", (2,), dtype)])
+    (block,) = cut(layout)
+    pushes = CompressedPushes(load_codec(codec), 0, layout)
+    values = torch.zeros(block.numel, dtype=getattr(torch, dtype))
+    values[:2] = torch.tensor([1.0, 2.0])
+    sent = pushes.encode(EncodedValues(values, block), block, (), block.numel, sequence=1)
+    tensor = sent.contiguous()
+    assert tensor is not None and tensor.dtype == (torch.uint8 if sent.encoded else values.dtype)
+    assert len(tensor) == (sent.encoded or block.numel)
+    assert sent.encoded < values.nbytes
+    out = torch.empty_like(tensor)
+    sent.write(out)
+    assert torch.equal(out, tensor)
+
+
+def test_what_was_kept_of_different_parameters_is_sent_for_each() -> None:
+    """A parameter may have no gradient in some batches: then the values of a push are others."""
+    layout = arrange([LayoutEntry("one", (640,)), LayoutEntry("two", (640,))])
+    (block,) = cut(layout)
+    pushes = CompressedPushes(load_codec("topk:0.1"), 0, layout)
+    for absent in ((), (1,)):
+        numel = block.numel_without(absent)
+        ones = EncodedValues(torch.ones(numel), block)
+        assert pushes.encode(ones, block, absent, numel, sequence=1).encoded
+    unsent = {one.absent: one.values.contiguous() for one in pushes.take_unsent()}
+    assert {absent: int(values.sum()) for absent, values in unsent.items()} == {(): 1280 - 128, (1,): 640 - 64}  # type: ignore[union-attr]
+    assert pushes.take_unsent() == []

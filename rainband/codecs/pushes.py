@@ -24,15 +24,16 @@ class EncodedValues:
 
     __slots__ = ("encoded", "tensor")
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-        self.encoded = len(tensor) if tensor.dtype == torch.uint8 else 0
+    def __init__(self, tensor: Tensor, block: BlockSpec) -> None:
+        is_encoded = tensor.dtype == torch.uint8
+        self.tensor = tensor if is_encoded else tensor.to(getattr(torch, block.dtype))
+        self.encoded = len(tensor) if is_encoded else 0
 
     def write(self, out: Tensor) -> None:
         out.copy_(self.tensor)
 
     def contiguous(self) -> Tensor | None:
-        return self.tensor if self.encoded or self.tensor.dtype == torch.float32 else None
+        return self.tensor
 
 
 class Unsent(NamedTuple):
@@ -66,7 +67,7 @@ class CompressedPushes:
         if plain is None or not plain.is_cpu:
             plain = torch.empty(numel, dtype=getattr(torch, block.dtype))
             values.write(plain)
-        encoded = EncodedValues(sender.encode(plain, key_of(self.me, sequence, block.index)))
+        encoded = EncodedValues(sender.encode(plain, key_of(self.me, sequence, block.index)), block)
         self.messages += 1
         if sender.unsent is not None and (which not in self.norms or not self.messages % MEASURED_EVERY):
             self.norms[which] = float(sender.unsent.square().sum())
@@ -81,7 +82,8 @@ class CompressedPushes:
         """Return what is not sent yet, which will now be sent as it is."""
         self.norms.clear()
         kept = [(which, sender.take_unsent()) for which, sender in self.senders.items()]
-        return [Unsent(*which, EncodedValues(values)) for which, values in kept if values is not None and values.any()]
+        kept = [(which, values) for which, values in kept if values is not None and values.any()]
+        return [Unsent(*which, EncodedValues(values, which[0])) for which, values in kept if values is not None]
 
 
 def pieces_of(layout: Layout, block: BlockSpec, absent: Sequence[int] = ()) -> list[Piece]:
