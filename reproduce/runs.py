@@ -31,6 +31,7 @@ class Done:
     waited_s: float  # of all workers together
     staleness: list[tuple[float, float]]  # fraction of the data done, mean over all updates so far
     samples: list[tuple[float, int]]  # virtual seconds, samples done so far
+    fewer_bytes: float = 1.0  # how many times fewer bytes were pushed than without a codec
 
     @property
     def accuracy(self) -> float:
@@ -68,6 +69,7 @@ def simulate(
     epochs: int | None = None,
     steps: int | None = None,
     network: dict[str, float] | None = None,
+    codec: str = "",
     **settings: Any,
 ) -> Done:
     """Simulate training; with `steps`, simulate the timing of messages only, without gradients."""
@@ -87,6 +89,7 @@ def simulate(
             epochs=epochs,
             directory=folder,
             failure_timeout_s=1000.0,
+            codec=codec,
             sim=SimSettings(compute=compute or {}, time_only=steps is not None, steps=steps),
         )
         result = sim.run(config, seen.append, model=model)
@@ -94,7 +97,10 @@ def simulate(
     losses = [(event.at_s, event.loss) for event in progress if event.loss is not None]
     staleness = [(event.batches_done / event.batches, event.staleness_mean) for event in progress]
     samples = [(event.at_s, event.samples_done) for event in progress]
-    return Done(result, losses, sum(progress[-1].waited_s.values()) if progress else 0.0, staleness, samples)
+    pushed, saved = (progress[-1].pushed_bytes, progress[-1].saved_bytes) if progress else (0, 0)
+    fewer_bytes = (pushed + saved) / pushed if pushed else 1.0
+    waited_s = sum(progress[-1].waited_s.values()) if progress else 0.0
+    return Done(result, losses, waited_s, staleness, samples, fewer_bytes)
 
 
 def over_seeds(seeds: Iterable[int], one: Callable[[int], float]) -> tuple[float, float]:
