@@ -181,7 +181,8 @@ class RoundMember:
         if any(area is None for area in areas):
             yield None
             return Outcome(False)  # it was excluded, and what it has read has changed meanwhile
-        contributions = given_by(given, weights, [headers[q].present for q in given], [a for a in areas if a])
+        read = [area for area in areas if area is not None]
+        contributions = given_by(given, weights, [headers[q].present for q in given], read)
         yield None
         total = self.average(tensors, self.rank, contributions)
         yield None
