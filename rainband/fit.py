@@ -80,6 +80,7 @@ def fit(
         config="runs/NAME"     repeat an earlier run; omit the task and the strategy
     """
     from rainband.errors import RainbandError
+    from rainband.plugins import load_strategy
     from rainband.runtimes.advice import warnings_for
     from rainband.runtimes.configure import configure
     from rainband.runtimes.run_directory import removed_if_refused
@@ -92,6 +93,8 @@ def fit(
     base, task, made = _new(task, strategy) if file is None else _repeated(file, task, strategy)
     _check_names(options, made)
     config = configure(base, made, chosen, lambda: _task(task, base))
+    if config.strategy_settings != base.strategy_settings:  # such as those that sync needs with stages
+        made = load_strategy(config.strategy, config.strategy_settings)
     sinks = chosen_sinks(chosen)
     for text in warnings_for(
         made, config.num_replicas, called="replicas of the model" if config.stage_plan else "workers"

@@ -461,6 +461,14 @@ def test_a_simulation_that_is_refused_leaves_nothing_behind(tmp_path: Path, stra
     assert os.listdir("/proc/self/fd") == before
 
 
+def test_sync_with_stages_has_the_settings_that_it_needs_there(tmp_path: Path) -> None:
+    samples = torch.utils.data.TensorDataset(torch.ones(16, 2), torch.ones(16, 1))
+    layers = lambda: torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))  # noqa: E731
+    task = ModuleTask(layers, samples, torch.nn.functional.mse_loss, batch_size=4, epochs=1)
+    result = rainband.fit(task, "sync", workers=2, stages=2, runtime="sim", runs=tmp_path)
+    assert result.accounting.applied == 4
+
+
 def test_an_option_leaves_out_the_last_batch_of_each_epoch_if_it_is_short(tmp_path: Path) -> None:
     samples = torch.utils.data.TensorDataset(torch.ones(9, 2), torch.ones(9, 1))
     task = ModuleTask(lambda: torch.nn.Linear(2, 1), samples, torch.nn.functional.mse_loss, batch_size=4, epochs=3)
