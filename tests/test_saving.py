@@ -25,6 +25,7 @@ from rainband.protocol.layout import cut
 from rainband.protocol.messages import FilePart
 from rainband.runtimes.machines.machine_host import ReceivedModel
 from rainband.tasks.linear import Linear
+from rainband.tasks.task import ModuleTask
 
 
 def test_a_saved_model_has_the_usual_permissions(tmp_path: Path) -> None:
@@ -140,6 +141,26 @@ def test_if_the_directory_cannot_be_written_to_the_model_is_saved_elsewhere(
     [directory] = tmp_path.iterdir()
     file = Path(tempfile.gettempdir(), f"{directory.name}.safetensors")
     assert "weight" in safetensors.torch.load_file(file)
+    os.unlink(file)
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("warm")
+def test_a_model_in_stages_that_no_server_has_is_saved_elsewhere_too(tmp_path: Path) -> None:
+    def in_the_way(event: events.AnyEvent) -> None:
+        if isinstance(event, events.PlanMade):
+            [directory] = tmp_path.iterdir()
+            (directory / "model.safetensors").mkdir()
+
+    samples = torch.utils.data.TensorDataset(torch.ones(16, 2), torch.ones(16, 1))
+    task = ModuleTask(
+        lambda: nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), samples, nn.functional.mse_loss, batch_size=4
+    )
+    with pytest.raises(RainbandError, match="no worker is left.* it is in /"):
+        rainband.fit(task, "single", workers=2, stages=2, epochs=1, runs=tmp_path, on_event=in_the_way)
+    [directory] = tmp_path.iterdir()
+    file = Path(tempfile.gettempdir(), f"{directory.name}.safetensors")
+    assert len(safetensors.torch.load_file(file)) == 4
     os.unlink(file)
 
 

@@ -146,6 +146,11 @@ def named_parameters(layout: Layout, vectors: Sequence[Tensor]) -> dict[str, Ten
     return tensors
 
 
+def elsewhere_for(path: str) -> Path:
+    """Return where a model is saved that cannot be saved as `path`, for example because the disk is full."""
+    return Path(tempfile.gettempdir(), f"{Path(path).parent.name}.safetensors")
+
+
 @contextmanager
 def saving(path: str, module: nn.Module | None = None) -> Iterator[None]:
     """If there is a path, raise NotSaved for any error inside but one between nodes: then another worker saves.
@@ -162,7 +167,7 @@ def saving(path: str, module: nn.Module | None = None) -> Iterator[None]:
     except Exception as error:
         why = f"the model could not be saved ({type(error).__name__}: {error})"
         if module is not None:
-            elsewhere = Path(tempfile.gettempdir(), f"{Path(path).parent.name}.safetensors")
+            elsewhere = elsewhere_for(path)
             with suppress(Exception):  # then the first error says more
                 save_model(module, str(elsewhere))
                 why += f"; it is in {elsewhere}"

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import Tensor
 
 from rainband.errors import RainbandError
 from rainband.model.flat_parameters import Flat
-from rainband.model.save import join_parts, save_part, saving
+from rainband.model.save import elsewhere_for, join_parts, save_part, saving
 from rainband.model_parallel.execution.microbatch_run import ReplicaLinks
 from rainband.model_parallel.execution.submodel import Submodel
 from rainband.model_parallel.execution.worker import StageWorker, WholeModel
@@ -121,16 +122,33 @@ class SavedInParts(StageModel):
         self.sends = sends
 
     def own_part(self, path: str) -> str | dict[str, Tensor]:
+        held = self.submodel.held()
         if self.sends:
-            return dict(self.submodel.held()) if path else {}
-        return save_part(self.submodel.held(), path, self.submodel.rank)
+            return dict(held) if path else {}
+        return save_part_somewhere(held, path, self.submodel.rank)
 
     def save_whole(self, worker: StageWorker, parts: list[Any], path: str) -> dict[str, float]:
         with saving(path):
             files = [
-                part if isinstance(part, str) else save_part(part, path, rank)
+                part if isinstance(part, str) else save_part_somewhere(part, path, rank)
                 for rank, part in enumerate(parts)
                 if part
             ]
-            join_parts([Path(file) for file in files if file], path, self.submodel.whole_tensors)
+            found = [Path(file) for file in files if file]
+            try:
+                join_parts(found, path, self.submodel.whole_tensors)
+            except OSError as error:
+                if worker.client.servers.ports:
+                    raise
+                elsewhere = elsewhere_for(path)  # no server has the parameters
+                join_parts(found, str(elsewhere), self.submodel.whole_tensors)
+                raise OSError(f"{error}; it is in {elsewhere}") from error
         return measure(worker.task, WholeModel(worker, self.drive))
+
+
+def save_part_somewhere(tensors: Mapping[str, Tensor], path: str, rank: int) -> str:
+    """Save a worker's submodel beside the final file, or, if there is no room, elsewhere; return its path."""
+    try:
+        return save_part(tensors, path, rank)
+    except (OSError, SafetensorError):
+        return save_part(tensors, str(elsewhere_for(path)), rank)
