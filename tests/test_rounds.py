@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from typing import Any
 
 import pytest
 import torch
@@ -363,3 +364,53 @@ def test_some_order_of_events_notices(mutation: Mutation, monkeypatch: pytest.Mo
         else:
             plan, events = {**QUICK, **THOROUGH}[name]
             explore(plan, limit=100_000, **events)
+
+
+class OneNumber:
+    """The training state of a member: one number."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def collect(self) -> float:
+        return self.value
+
+    def apply(self, state: float) -> None:
+        self.value = state
+
+    def fingerprint(self) -> int:
+        return 0
+
+    def has_changed(self) -> bool:
+        return False
+
+
+def together(*waits: Generator[Any, None, Any]) -> list[Any]:
+    """Let some coroutines go on in turns until all have returned; return their results."""
+    results: dict[int, Any] = {}
+    blocked: dict[int, Any] = {}
+    while len(results) < len(waits):
+        for number, one in enumerate(waits):
+            if number in results or (blocked.get(number) is not None and not blocked[number]()):
+                continue
+            try:
+                blocked[number] = next(one)
+            except StopIteration as ended:
+                results[number] = ended.value
+    return [results[number] for number in range(len(waits))]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_member_that_leaves_first_finds_what_the_other_has_trained_on(first: int) -> None:
+    """The other one leaves within the round in which it noticed this, so its view still has both."""
+    memory, states = SharedMemory(2, [torch.zeros(1)]), [OneNumber(0.0), OneNumber(0.0)]
+    members = [RoundMember(LocalBoard(memory, rank), states[rank], lambda: 0.0, equal_parts=True) for rank in (0, 1)]
+    together(*(member.begin(0) for member in members))
+    together(members[first].leave())
+    other = members[1 - first]
+    other.cut(())
+    together(other.mean([torch.ones(1)], 1.0, (), ()))
+    states[1 - first].value = 7.0
+    together(other.leave())
+    together(members[first].take_final())
+    assert states[first].value == 7.0

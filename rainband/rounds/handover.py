@@ -32,12 +32,15 @@ class StateHandover:
             return False
         return (yield from self.take(giver, at))
 
-    def take(self, giver: int, at: int) -> Waiting:
-        """Take a state that was given; return False if there is none, or this member was excluded meanwhile."""
+    def take(self, giver: int, at: int, is_final: bool = False) -> Waiting:
+        """Take a state that was given; return False if there is none, or this member was excluded meanwhile.
+
+        A final state is taken by members that have left, too: it does not change any more.
+        """
         member = self.membership
         state = member.board.state(giver, at)
         yield None
-        if member.ends() or state is None:
+        if state is None or (not is_final and member.ends()):
             return False
         self.holder.apply(state["training"])
         member.count = state["count"]

@@ -60,14 +60,20 @@ class Joining:
             yield None
 
     def leave(self) -> Waiting:
-        """Leave for good. A worker that returns after all others have left finds the final state."""
+        """Leave for good. A worker that returns, or has left before, finds the final state after all have left."""
         member = self.membership
-        if len(member.view.members) < self.board.num_ranks:
+        if len(member.view.members) < self.board.num_ranks or self._has_trained_on():
             after_all = RoundId(LAST_EPOCH, 0)
             view = msgspec.structs.replace(member.view, epoch=after_all.epoch, batch=after_all.batch)
             yield from self.handover.give(position(after_all, 0), view)
             self.board.set_position(position(after_all, 0))
         member.end()
+
+    def _has_trained_on(self) -> bool:
+        """Return True if another member of the last round left before it was over."""
+        own, board = self.membership.rank, self.board
+        left = [one for one in self.membership.view.members if board.excluded(one.rank) >= one.life]
+        return any(board.final(one.rank, one.life) < board.position(own) for one in left)
 
     def take_final(self) -> Waiting:
         """Take the state of a member that has left at its end; return False if there is none.
@@ -77,7 +83,9 @@ class Joining:
         at = position(RoundId(LAST_EPOCH, 0), 0)
         for rank in range(self.board.num_ranks):
             life = self.board.excluded(rank)
-            if life and self.board.final(rank, life) == at and (yield from self.handover.take(rank, at)):
+            if not life or self.board.final(rank, life) != at:
+                continue
+            if (yield from self.handover.take(rank, at, is_final=True)):
                 return True
         return False
 
