@@ -24,6 +24,7 @@ from rainband.cli.bench import as_table
 from rainband.cli.doctor import Finding
 from rainband.cli.main import COMMANDS, build_app
 from rainband.cli.options.words import configured
+from rainband.codecs.find import codec_names
 from rainband.collectives.algorithm import algorithm_names
 from rainband.options import RunOptions
 from rainband.plugins import load_strategy, strategy_names, typed_name
@@ -134,7 +135,7 @@ def completed(words: str) -> list[str]:
         ("rainband train quad", ["quadratic"]),
         ("rainband train digits down", ["downpour"]),
         ("rainband train digits downpour n_", ["n_push=", "n_fetch="]),
-        ("rainband explain si", ["single", "single_master"]),
+        ("rainband explain si", ["single", "single_master", "sign", "significant"]),
         ("rainband explain halv", ["halving_doubling"]),
         ("rainband runs show 2026", ["20261116-run"]),
     ],
@@ -607,13 +608,13 @@ def test_a_text_in_place_of_a_number_is_refused_in_one_line(words: tuple[str, ..
 def test_every_strategy_every_task_and_every_algorithm_is_explained_in_one_line() -> None:
     said = Said("explain")
     assert said.exit_code == 0
-    for name in [*strategy_names(), *task_names(), *algorithm_names()]:
+    for name in [*strategy_names(), *task_names(), *algorithm_names(), *codec_names()]:
         assert any(line.startswith(f"  {name} ") for line in said.out.splitlines())
 
 
 def test_the_first_line_of_every_strategy_and_task_is_a_whole_sentence() -> None:
     summaries = [fact["summary"] for fact in Said("explain", "--json").json]
-    assert len(summaries) == len(strategy_names()) + len(task_names()) + len(algorithm_names())
+    assert len(summaries) == len(strategy_names()) + len(task_names()) + len(algorithm_names()) + len(codec_names())
     assert [summary for summary in summaries if not summary.endswith(".")] == []
 
 

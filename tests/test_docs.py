@@ -143,6 +143,7 @@ def wrong_references(text: str) -> list[str]:
 THEIR_FILES = {
     "rainband/cli/howmany.py",
     "ideas.py",
+    "moving.py",
     "mylab.py",
     "staleness_aware.py",
     "train.py",

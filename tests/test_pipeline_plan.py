@@ -264,7 +264,8 @@ def test_a_partitioner_of_ones_own_is_found_checked_and_predicted(
     with pytest.raises(ValueError, match="my_partitioner has no function 'x'"):
         find_partitioner("my_partitioner:x")
     with pytest.raises(
-        ValueError, match="no partitioner named 'fast': choose from balanced, interleaved, one_machine_per_stage"
+        ValueError,
+        match="no partitioner named 'fast': choose from balanced, hybrid, interleaved, one_machine_per_stage",
     ):
         find_partitioner("fast")
 

@@ -118,7 +118,11 @@ class Told:
     def sums(self) -> list[list[float]]:
         """Of each worker's final parameters, as it printed them."""
         lines = (self.out + self.err).splitlines()
-        return [json.loads(line[line.index("[") :]) for line in lines if "worker" in line and "[" in line]
+        return [
+            json.loads(line[line.index("[") :])
+            for line in lines
+            if "worker" in line and "[" in line and not line.startswith("{")
+        ]
 
 
 # Workers that share batches, and (slow: other tests cover more of it within one process) workers with servers.

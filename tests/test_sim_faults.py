@@ -76,7 +76,7 @@ def test_the_schedules_do_what_they_are_for() -> None:
     faults = [fault for seed in range(SCHEDULES) for fault in random_case(seed).script]
     assert {fault.what for fault in faults} == {*ON_A_NODE, *ON_A_LINK}
     assert {fault.node.split(" ")[0] for fault in faults if fault.what == "kill"} == {"worker", "server", "coordinator"}
-    assert {random_case(seed).strategy for seed in range(100)} == set(KINDS)
+    assert {random_case(seed).strategy for seed in range(150)} == set(KINDS)
     results = [
         check(random_case(seed, strategy), keep_trace=True) for seed in range(40) for strategy in (None, "per_worker")
     ]
@@ -375,7 +375,7 @@ def a_batch_applied_but_not_in_the_parameters(patch: pytest.MonkeyPatch) -> None
 
 
 def nobody_is_given_up(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Liveness, "_why_late", lambda *_: "")
+    patch.setattr(Liveness, "_why_late", lambda *_: ("", "inactive"))
 
 
 def anyone_may_read(patch: pytest.MonkeyPatch) -> None:

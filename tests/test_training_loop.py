@@ -1231,7 +1231,9 @@ def test_methods_of_workers_that_share_each_batch_work_or_say_what_to_type() -> 
             lambda: run.loader(torch.utils.data.DataLoader(DATA, batch_size=4)),
             lambda: run.loader(torch.utils.data.DataLoader(Endless())),
         ):
-            with pytest.raises(ValueError, match=r"not with Downpour: omit --strategy, or use run.batches"):
+            with pytest.raises(
+                ValueError, match=r"which they do not with downpour: omit --strategy, or use run.batches"
+            ):
                 refused()
 
 

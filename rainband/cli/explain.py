@@ -51,7 +51,8 @@ def command(
 
     with report_errors():
         known = [*strategy_names(), *task_names(), *algorithm_names(), *codec_names()]
-        state = [facts_of(one) for one in ([name] if name else known)]
+        describe = facts_of if name or as_json else _brief
+        state = [describe(one) for one in ([name] if name else known)]
         if name and state[0]["kind"] == "strategy":
             state[0] |= _with_settings(name, settings or [], workers)
         if name and state[0]["kind"] == "algorithm":
@@ -152,6 +153,15 @@ def _codec(name: str) -> dict[str, Any]:
         f"a million values take about {codec.num_bytes(10**6):,} bytes in place of 4,000,000",
     ]
     return {**_plugin("codec", name, type(codec)), "properties": [fact for fact in facts if fact]}
+
+
+def _brief(name: str) -> dict[str, Any]:
+    """Return what the list of all shows; codecs import torch, so their first lines are read from their files."""
+    from rainband.codecs.find import codec_names, codec_summary
+
+    if name not in codec_names():
+        return facts_of(name)
+    return {"kind": "codec", "name": name, "summary": codec_summary(name)}
 
 
 def _plugin(kind: str, name: str, cls: type) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import fields
 from inspect import isclass
+from pathlib import Path
 from typing import Any
 
 from rainband.codecs.codec import Codec
@@ -20,6 +22,12 @@ CODECS = Family("codec", "codecs", _is_codec, frozenset(("codec", "find", "packi
 
 def codec_names() -> list[str]:
     return names_of(CODECS)
+
+
+def codec_summary(name: str) -> str:
+    """Return the first line of a codec's file, without importing it."""
+    tree = ast.parse((Path(__file__).parent / f"{name}.py").read_text())
+    return (ast.get_docstring(tree) or "").partition("\n")[0]
 
 
 def find_codec(name: str) -> type[Codec]:
