@@ -1,15 +1,15 @@
 """Rounds of split batches in a simulation: the members are real, and what they write into the shared memory takes time.
 
-An exchange is priced as a direct reduce-scatter and all-gather: each of n members sends its part of every tensor to the
-others, receives theirs, and does the same with the sums:
+An exchange is priced as it is done between machines (runtimes/machines/rounds_relay.py), each of which has one member:
+the first machine passes the tensors of every member on to all others, while it receives them. With n members,
 
-    seconds = 2 * (latency + (n - 1) / n * bytes / bandwidth)
+    seconds = 2 * latency + (n - 1)^2 * bytes / bandwidth
 
 after the last member has begun it. A member that reads the tensors of d neighbors only takes latency + d bytes /
-bandwidth. On one machine (`shared_memory`) a member copies its tensors, and reads those of the others. A state that is
-given to others takes latency + bytes / bandwidth, once for all of them. With an all-reduce algorithm, its table is
-priced instead (collectives/cost.py). Jitter, and messages of others on the same network cards, are left out. The
-optimizer's step is part of the time of a gradient.
+bandwidth, as if it had links to them. On one machine (`shared_memory`) a member copies its tensors, and reads those of
+the others. A state that is given to others takes latency + bytes / bandwidth, once for all of them. With an all-reduce
+algorithm, its table is priced instead (collectives/cost.py). Jitter, and messages of others on the same network cards,
+are left out. The optimizer's step is part of the time of a gradient.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ def exchange_s(model: ClusterModel, num_bytes: int, members: int) -> float:
     latency_s, bytes_per_s = network.latency_s, network.bytes_per_s
     if network.rack_size and members > network.rack_size:
         latency_s += network.uplink_latency_s
-        bytes_per_s = min(bytes_per_s, network.uplink_bytes_per_s / network.rack_size)
-    return 2 * (latency_s + (members - 1) / members * num_bytes / bytes_per_s)
+        bytes_per_s = min(bytes_per_s, network.uplink_bytes_per_s)
+    copies = (members - 1) ** 2 + (0 if network.duplex else members - 1)  # that pass the link of the first machine
+    return 2 * latency_s + copies * num_bytes / bytes_per_s
 
 
 def costs_of(model: ClusterModel, members: int) -> LinkCosts:
