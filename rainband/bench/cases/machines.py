@@ -1,4 +1,4 @@
-"""Training on three machines over 1 Gbit and 100 Mbit, with TLS, against DDP over gloo without; joining a run.
+"""Training on three machines over 1 Gbit and 100 Mbit, with TLS, against DDP over gloo without; joining a run; Ray.
 
 The machines are network namespaces of this one, and share its processors: what is measured is the way over the
 network. All processes of a measurement end with it.
@@ -12,20 +12,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
 from rainband.bench.baselines.data_parallel import TrainOrder
 from rainband.bench.cases.sim import STEPS, measured
+from rainband.bench.harness import on_ray
 from rainband.bench.harness.machine_runs import await_found, events_in, number_of, running, start
 from rainband.bench.harness.machines import Machines, NoMachines
 from rainband.bench.harness.rows import Effort, Row, at_least, at_most
+from rainband.bench.harness.tls_links import measure_tls, with_tls_links
 from rainband.record.calibrate import calibrate
 from rainband.runtimes.config import RunConfig, SimSettings
 from rainband.runtimes.simulation import run as sim
-from rainband.runtimes.simulation.models.cluster_model import NETWORKS, to_toml
+from rainband.runtimes.simulation.models.cluster_model import to_toml
 
 SIZE = "5.8M"
 MACHINES = 3
@@ -33,9 +34,11 @@ PORT = 7070
 DDP = "import sys; from rainband.bench.baselines import data_parallel as d; d.train_main(sys.stdin.buffer.read(), [1])"
 PREDICTED_EPOCHS = 10
 GBIT_BYTES = 125e6
+BATCH = 64  # of one machine
 
 
 def run(effort: Effort) -> Iterator[Row]:
+    yield from on_ray.rows(effort)
     seconds = 15.0 if effort == "full" else 6.0
     machines = Machines(MACHINES)
     try:
@@ -49,8 +52,10 @@ def run(effort: Effort) -> Iterator[Row]:
         machines.limit(100)
         ddp = _ddp(machines, seconds)
         yield Row(f"DDP/gloo, {MACHINES} machines, {SIZE}, 100 Mbit", ddp, "samples/s")
-        ours = _train(machines, seconds, ["downpour", "n_push=4", "n_fetch=4"], servers=1)
+        slow = ["downpour", "n_push=4", "n_fetch=4"]
+        ours = _train(machines, seconds, slow, servers=1)
         yield at_least("downpour n_push=4, 100 Mbit", ours.samples_per_s / ddp, 2.0, "DDP/gloo")
+        yield from _prediction(100, slow, _train(machines, seconds, slow, servers=1, workers=0).samples_per_s)
     finally:
         machines.remove()
 
@@ -63,36 +68,43 @@ def _gigabit(machines: Machines, seconds: float) -> Iterator[Row]:
     yield at_least("downpour, 1 Gbit", downpour.sent_per_s / GBIT_BYTES, 0.85, "the link of the servers' machine")
     yield at_least("downpour, 1 Gbit", downpour.samples_per_s / ddp, 1.0, "DDP/gloo")
     yield at_most("from rainband join to the first work", downpour.joined_s, 3.0, "", "s")
-    yield from _prediction(machines, seconds)
-    shared = _train(machines, seconds, ["sync", f"--batch-size={64 * MACHINES}"], servers=0)
+    apart = _train(machines, seconds, ["downpour"], servers=1, workers=0).samples_per_s
+    yield from _prediction(1000, ["downpour"], apart)
+    shared = _train(machines, seconds, ["sync", f"--batch-size={BATCH * MACHINES}"], servers=0)
     yield Row(f"sync, {MACHINES} machines, {SIZE}, 1 Gbit, TLS", shared.samples_per_s, "samples/s")
     yield at_least("sync, 1 Gbit", shared.samples_per_s / ddp, 1.0, "DDP/gloo at the same batch")
+    yield from _prediction(1000, ["sync"], shared.samples_per_s)
 
 
-def _prediction(machines: Machines, seconds: float) -> Iterator[Row]:
-    """Compare the simulation with a run: a server on the first machine, and a worker on each of the others.
+def _prediction(mbit: int, words: Sequence[str], real: float) -> Iterator[Row]:
+    """Compare the simulation with the rate of a run whose nodes are on machines of their own.
 
-    The simulation is given the numbers of the link, and the costs of computing that `rainband calibrate` measures.
+    With a server, that is on the first machine, without workers. The simulation is given the numbers of the links,
+    and the costs of computing and encrypting that are measured.
     """
-    real = _train(machines, seconds, ["downpour"], servers=1, workers=0).samples_per_s
+    strategy, *settings = words
+    servers = int(strategy == "downpour")
     with tempfile.TemporaryDirectory() as folder:
         config = RunConfig(
             task="mlp",
             task_settings={"parameters": SIZE},
-            strategy="downpour",
-            num_workers=MACHINES - 1,
-            num_servers=1,
+            strategy=strategy,
+            strategy_settings={name: int(value) for name, value in (one.split("=") for one in settings)},
+            batch_size=BATCH if servers else BATCH * MACHINES,
+            num_workers=MACHINES - servers,
+            num_servers=servers,
             directory=folder,
         )
-        costs = calibrate(config, steps=STEPS[SIZE])
         file = Path(folder, "model.toml")
-        nodes = replace(costs.nodes, shared_memory=False)
-        file.write_text(to_toml(replace(costs, network=NETWORKS["1gbit"], nodes=nodes)), encoding="utf-8")
+        with_server = msgspec.structs.replace(config, strategy="downpour", num_servers=1)  # only these are calibrated
+        costs = with_tls_links(calibrate(with_server, steps=STEPS[SIZE]), mbit, measure_tls())
+        file.write_text(to_toml(costs), encoding="utf-8")
         virtual = msgspec.structs.replace(
             config, epochs=PREDICTED_EPOCHS, sim=SimSettings(model=str(file), time_only=True)
         )
         predicted = measured(virtual, sim.run).rate
-    name = f"downpour, a server and {MACHINES - 1} workers, {SIZE}, 1 Gbit"
+    nodes = f"a server and {MACHINES - servers} workers" if servers else f"{MACHINES} workers"
+    name = f"{' '.join(words)}, {nodes}, {SIZE}, {mbit} Mbit"
     yield Row(f"{name}: measured", real, "samples/s")
     yield Row(f"{name}: predicted", predicted, "samples/s")
     yield at_most(f"{name}: relative error", abs(predicted / real - 1), 0.2, "the real run", unit="")
