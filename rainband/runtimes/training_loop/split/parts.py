@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -27,9 +28,10 @@ class PartLoader:
     def __init__(self, dataset: Any, arguments: dict[str, Any], passes: int = 0) -> None:
         self.dataset = dataset
         self.passes = passes  # a number that no other pass has, to seed processes with
-        self.arguments = arguments
+        # The order of the samples is drawn from this generator: processes that load them must not draw from it, too.
+        self.arguments = {name: given for name, given in arguments.items() if name != "generator"}
         self.ahead = bool(arguments.get("num_workers"))
-        in_this_process = {name: given for name, given in arguments.items() if name not in OF_PROCESSES}
+        in_this_process = {name: given for name, given in self.arguments.items() if name not in OF_PROCESSES}
         self.collate = parts_loader(dataset, self, in_this_process).collate_fn
         self.coming: Iterator[list[int]] = iter(())  # whole batches of the rounds to come
         self.last: Part | None = None
@@ -83,6 +85,29 @@ def batch_length(batch: Any) -> int:
             f"the tensors of a batch have {sorted(set(lengths))} samples: all must have the same length in dimension 0."
         )
     return lengths[0]
+
+
+def memory_of(batch: Any) -> set[int]:
+    """Return the addresses of the tensors of a batch."""
+    addresses: set[int] = set()
+    _changed(
+        batch, lambda tensor: addresses.add(tensor.untyped_storage().data_ptr() if hasattr(tensor, "data_ptr") else 0)
+    )
+    return addresses - {0}
+
+
+def digest_of(batch: Any) -> int:
+    """Return a number that differs if the whole numbers of a batch do, such as labels or tokens; 0 if it has none."""
+    found: list[int] = []
+
+    def add(tensor: Any) -> Any:
+        if isinstance(tensor, Tensor) and not tensor.is_floating_point() and not tensor.is_complex() and not found:
+            numbers = tensor.detach().reshape(-1)
+            found.append(zlib.crc32(repr(numbers[:: max(1, len(numbers) // 64)].tolist()).encode()))
+        return tensor
+
+    _changed(batch, add)
+    return found[0] if found else 0
 
 
 def part_of(batch: Any, samples: Indices) -> Any:
