@@ -109,7 +109,7 @@ def run_group(
         def make(state: LoopState, examples: list[Tensor]) -> RoundExchange:
             return group.exchange(rank, state, examples, workers, workers + len(joins))
 
-        loop = SplitLoop(model, optimizers, make, workers)
+        loop = SplitLoop(model, optimizers, make, max(2, workers) if joins else workers)
         joined += 1
         if rank < workers:
             group.wait(lambda: joined >= workers)

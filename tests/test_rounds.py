@@ -15,13 +15,13 @@ import rainband.rounds.member
 import rainband.rounds.view
 from rainband.rounds.average import Contribution, average
 from rainband.rounds.board import LocalBoard, SharedMemory
-from rainband.rounds.cut import by_member, cut_each, part_sizes
+from rainband.rounds.cut import by_member, cut_each, digest_of, part_sizes
 from rainband.rounds.exchange import Part, RoundId
 from rainband.rounds.joining import Joining
 from rainband.rounds.member import RoundMember
 from rainband.rounds.membership import RoundMembership
 from rainband.rounds.rounds import RoundExchange
-from rainband.rounds.view import Header, Member, RoundView, next_view, up_to_date
+from rainband.rounds.view import Header, Member, RoundView, has_other_samples, next_view, up_to_date
 from tests.round_runs import Plan, RoundRun, Script, explore
 
 NONE: frozenset[tuple[int, int]] = frozenset()
@@ -152,6 +152,22 @@ def test_a_member_that_missed_a_step_does_not_count_and_receives_the_state() -> 
     view = RoundView(0, 0, tuple(Member(rank, 1) for rank in range(3)))
     decision = next_view(view, headers, headers, range(9))
     assert (decision.leader, decision.receivers, decision.view.carried) == (0, {1}, (3, 4, 5))
+
+
+def test_a_member_with_another_batch_does_not_count() -> None:
+    """One that has missed a step may have other samples: it does not know what was carried over."""
+    headers = {0: header(samples=7), 1: header(samples=8), 2: header(samples=7)}
+    assert up_to_date(headers) == {0, 2}
+    assert has_other_samples(headers[1], headers[0]) and not has_other_samples(headers[2], headers[0])
+    assert not has_other_samples(header(samples=8, count=3), headers[0])
+    assert not has_other_samples(header(kind="end"), headers[0])
+    assert decided(headers).carried == (3, 4, 5)
+
+
+def test_a_digest_tells_samples_and_their_order() -> None:
+    assert digest_of([1, 2, 3]) == digest_of(range(1, 4)) != digest_of([1, 3, 2])
+    assert digest_of(["a", "b"]) != digest_of(["b", "a"]) and digest_of(()) == 0  # type: ignore[list-item]
+    assert digest_of([1, 2], 5) != digest_of([1, 2], 6)
 
 
 def test_skipped_samples_count_with_their_reason() -> None:

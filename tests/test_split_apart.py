@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import count
 from typing import Any
 
 import pytest
@@ -10,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from tests.split_group import Group, run_group
-from tests.test_split_batches import DATA, HABITS, Join, Script, backward, net, train
+from tests.test_split_batches import DATA, HABITS, Join, Plain, Script, backward, net, train
 from tests.test_split_workers import equal_models
 
 Decision = Callable[[Any, int, Tensor], bool]  # of the run, the epoch and the loss
@@ -180,3 +185,213 @@ def test_a_loop_outside_the_block_is_refused() -> None:
 def test_a_backward_before_the_loop_is_no_loader_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     run_group(HABITS["backward_before_and_after_the_passes"], 2)
     assert "own data loader" not in capsys.readouterr().err
+
+
+# ---- batches that differ, or are drawn ahead ----
+
+
+class OwnNumbers(Sampler[int]):
+    """Draws an order with random numbers that differ between the workers."""
+
+    seeds = count()
+
+    def __init__(self) -> None:
+        self.random = torch.Generator().manual_seed(next(self.seeds))
+
+    def __len__(self) -> int:
+        return len(DATA)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(len(DATA), generator=self.random).tolist())
+
+
+class OwnStream(IterableDataset[Any]):
+    """Has the samples in an order that differs between the workers."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return (DATA[k] for k in OwnNumbers())
+
+
+def own_order(way: str) -> Script:
+    def script(join: Join) -> nn.Module:
+        model, numbers = net(), OwnNumbers()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with join(model, optimizer) as run:
+            if way == "part":
+                for rows in torch.tensor(list(numbers)).split(4):
+                    train(model, optimizer, run.part((DATA.tensors[0][rows], DATA.tensors[1][rows])))
+            else:
+                data = DataLoader(OwnStream(), 4) if way == "stream" else DataLoader(DATA, 4, sampler=numbers)
+                for batch in run.loader(data):
+                    train(model, optimizer, batch)
+        return model
+
+    return script
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("way", ["sampler", "stream", "part"])
+def test_workers_with_other_batches_are_refused(way: str, workers: int) -> None:
+    with pytest.raises(ValueError, match="this worker has other samples in a batch than the first one.*run.generator"):
+        run_group(own_order(way), workers)
+    run_group(own_order(way), 1)
+
+
+def ahead(batches: Iterator[Any]) -> Iterator[Any]:
+    """Draw each batch before the one before is used, as prefetchers do."""
+    batches = iter(batches)
+    last = next(batches)
+    for batch in batches:
+        yield last
+        last = batch
+    yield last
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("way", ["inputs", "copies", "part"])
+def test_batches_that_are_drawn_ahead_are_refused(way: str, workers: int) -> None:
+    """At the first step; or after the pass, if the graph of the loss does not hold the batch itself."""
+    steps: dict[int, int] = {}
+
+    def script(join: Join) -> nn.Module:
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with join(model, optimizer) as run:
+            if way == "part":
+                batches: Any = (run.part((inputs + 0, labels + 0)) for inputs, labels in DataLoader(DATA, 4))
+            else:
+                batches = run.loader(DataLoader(DATA, 4))
+            for inputs, labels in ahead(batches):
+                if way == "copies":
+                    inputs, labels = inputs + 0, labels + 0
+                train(model, optimizer, (inputs, labels))
+                steps[run.rank] = steps.get(run.rank, 0) + 1
+        return model
+
+    with pytest.raises(ValueError, match="draws each batch before the backward.. of the one before.*num_workers=2"):
+        run_group(script, workers)
+    assert max(steps.values(), default=0) == (6 if way == "copies" else 0)
+    run_group(script, 1)
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_loop_may_leave_out_its_first_batches(epoch: int) -> None:
+    """As one that is resumed does; and it may step after the pass."""
+
+    def script(join: Join) -> nn.Module:
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with join(model, optimizer) as run:
+            for number in range(2):
+                for step, batch in enumerate(run.batches(DATA, batch_size=4)):
+                    if number == epoch and step < 3:
+                        continue
+                    train(model, optimizer, batch)
+        return model
+
+    plain = script(Plain).state_dict()
+    for model in run_group(script, 3):
+        torch.testing.assert_close(model.state_dict(), plain, rtol=1e-12, atol=1e-12)
+
+
+def test_an_error_in_a_thread_of_the_loop_is_raised_at_its_end() -> None:
+    """The thread reads ahead; its error ends the pass, and the loop has nothing to train with."""
+
+    def script(join: Join) -> nn.Module:
+        model = net()
+        with join(model, SGD(model.parameters(), lr=0.1)) as run:
+            loader = run.batches(DATA, batch_size=4)
+            read: list[Any] = []
+
+            def fill() -> None:
+                with suppress(ValueError):
+                    read.extend(loader)
+
+            reader = threading.Thread(target=fill)
+            reader.start()
+            reader.join()
+            assert not read
+        return model
+
+    for workers in (1, 2):
+        with pytest.raises(ValueError, match="was read in another thread"):
+            run_group(script, workers)
+
+
+# ---- what is reported ----
+
+
+def reported(what: str) -> Script:
+    def script(join: Join) -> nn.Module:
+        model, centers = net(), nn.Parameter(torch.zeros(3, 3).double())
+        optimizer, other = SGD(model.parameters(), lr=0.1), SGD([centers], lr=0.1)
+        if what == "hook":
+            model[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        with join(model, optimizer) as run:
+            if what == "unused":
+                for _ in run.batches(DATA, batch_size=4):
+                    pass
+            for number, (inputs, labels) in enumerate(run.batches(DATA, batch_size=6)):
+                outputs = model(inputs)
+                loss = cross_entropy(outputs, labels)
+                if what == "other optimizer":
+                    loss = loss + (outputs - centers[labels]).square().mean()
+                optimizer.zero_grad()
+                loss.backward(retain_graph=True)
+                if what == "uneven" and run.rank == 0 and number == 2:
+                    outputs.square().mean().backward()
+                optimizer.step()
+                other.step()
+                if number == 1 and what == "evaluation":
+                    break
+            if what == "evaluation":
+                model.eval()
+                for batch in run.batches(DATA, batch_size=6):
+                    train(model, optimizer, batch)
+        return model
+
+    return script
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("hook", "a hook on 0.weight .*change p.grad after backward"),
+        ("unused", "has read all batches of a pass without a backward"),
+        ("other optimizer", r"SGD steps parameters that are neither in the model nor.*\[model, head\]"),
+        ("uneven", "worker 1 made fewer backward.. passes in a batch"),
+        ("evaluation", "the model is in evaluation mode.*Call model.train"),
+    ],
+)
+def test_what_differs_from_one_process_is_reported_once(
+    what: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_group(reported(what), 2)
+    told = capsys.readouterr().err
+    assert len(re.findall(message, told)) == 1
+    if what not in ("other optimizer",):
+        run_group(reported(what), 1)
+        assert "rainband" not in capsys.readouterr().err
+
+
+def test_two_means_over_different_targets_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    def script(join: Join) -> nn.Module:
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with join(model, optimizer) as run:
+            for inputs, labels in run.batches(DATA, batch_size=8):
+                outputs = model(inputs)
+                some = labels.masked_fill(inputs[:, 0] > 0.2, -100)
+                optimizer.zero_grad()
+                (cross_entropy(outputs, labels) + cross_entropy(outputs, some)).backward()
+                optimizer.step()
+        return model
+
+    assert equal_models(run_group(script, 2))
+    assert "means over different numbers of targets" in capsys.readouterr().err
+
+
+def test_losses_are_read_only_inside_the_block() -> None:
+    before = torch.autograd.backward
+    run_group(HABITS["ignored_targets"], 2)
+    assert torch.autograd.backward is before

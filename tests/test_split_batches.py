@@ -510,9 +510,42 @@ def class_weights(join: Join) -> nn.Module:
     with join(model, optimizer) as run:
         for inputs, labels in run.batches(DATA, batch_size=8):
             optimizer.zero_grad()
-            run.weight(float(weight[labels].sum()))
             cross_entropy(model(inputs), labels, weight=weight).backward()
             optimizer.step()
+    return model
+
+
+@habit
+def ignored_targets(join: Join) -> nn.Module:
+    """Some parts have no target that counts; the penalty is the same on all workers."""
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with join(model, optimizer) as run:
+        for _ in range(2):
+            for inputs, labels in run.loader(DataLoader(DATA, batch_size=8)):
+                labels = labels.masked_fill(inputs[:, 0] > -0.2, -100)
+                loss = 2 * cross_entropy(model(inputs), labels) + 0.01 * sum(
+                    p.square().sum() for p in model.parameters()
+                )
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+    return model
+
+
+@habit
+def ignored_pixels(join: Join) -> nn.Module:
+    """Each sample has several targets, and gradients are accumulated over two batches."""
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with join(model, optimizer) as run:
+        for step, (inputs, labels) in enumerate(run.batches(DATA, batch_size=6)):
+            images = model(inputs).unsqueeze(2) * torch.tensor([1.0, -0.5]).double()
+            targets = torch.stack([labels, labels.masked_fill(inputs[:, 1] > 0, -1)], 1)
+            cross_entropy(images, targets, ignore_index=-1, label_smoothing=0.1).backward()
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
     return model
 
 

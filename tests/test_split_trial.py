@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
+from torch.utils.data import TensorDataset
 
 from rainband.rounds.exchange import Part
 from rainband.runtimes.training_loop.split.trial import LoopTrial, kind_of, speed_sentence
@@ -77,6 +78,31 @@ def test_gradients_of_a_sum_are_added(
     for model in run_group(lambda join: summed(join, every, no_sync_from), workers, on_trial()):
         torch.testing.assert_close(model.state_dict(), plain, rtol=1e-12, atol=1e-12)
     assert capsys.readouterr().err.count("the loss is a sum over samples, not a mean") == 1
+
+
+def test_a_lost_worker_leaves_each_sample_counted_once_in_a_sum() -> None:
+    """The gradient is 1 for each sample of a batch, so a parameter counts how often its sample was used."""
+
+    def script(join: Join) -> nn.Module:
+        model = nn.ParameterList([torch.zeros(26).double()])
+        optimizer = SGD(model.parameters(), lr=1.0)
+        with join(model, optimizer) as run:
+            for _ in range(3):
+                for (samples,) in run.batches(TensorDataset(torch.arange(26)), batch_size=5):
+                    optimizer.zero_grad()
+                    model[0][samples].sum().backward()
+                    optimizer.step()
+        return model
+
+    lost = 0
+    for waits in range(9, 27):
+        group = on_trial()
+        group.kills = {waits % 3: waits}  # some workers wait less often, and are not killed
+        models = run_group(script, 3, group)
+        lost += 3 - len(models)
+        for model in models:
+            assert model.state_dict()["0"].tolist() == [-3.0] * 26
+    assert lost >= 6
 
 
 def test_the_gradient_of_a_sum_doubles_and_that_of_noise_does_not() -> None:

@@ -170,7 +170,10 @@ class OneOfTwo:
 
     def end(self, one: Pass) -> None: ...
 
-    def cut(self, one: Pass, batch: Sequence[int] | None, lengths: Sequence[int] = ()) -> Part:
+    def drew(self, one: Pass, batch: Any) -> Any:
+        return batch
+
+    def cut(self, one: Pass, batch: Sequence[int] | None, lengths: Sequence[int] = (), digest: int = 0) -> Part:
         if not batch:
             return Part((), is_over=True)
         first = 0 if self.batch >= self.alone_from else len(batch) // 2

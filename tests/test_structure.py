@@ -57,6 +57,7 @@ OF_OTHER_LIBRARIES = {
     "adapters/lightning.py: strategy.reduce_boolean_decision",
     "adapters/accelerate.py: kind.__iter__",
     "model/sync_batch_norm.py: layer.__class__",
+    "runtimes/training_loop/split/loss_graph.py: torch.autograd.backward",
 }
 PROBES = {"getattr", "hasattr", "getattr_static", "getmembers", "vars", "dir", "attrgetter", "methodcaller"}
 PROBING_ATTRIBUTES = {"__dict__", "__getattribute__", "__getattr__"}

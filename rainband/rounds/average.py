@@ -65,7 +65,13 @@ def _average(out: list[Tensor | None], mine: int, given: Sequence[Contribution])
     if not given or (len(given) == 1 and given[0].rank == mine):
         return total
     masks = {one.present for one in given}
-    if len(given) == 2 and len(masks) == 1 and given[0].weight == given[1].weight and mask_of(out) in masks:
+    if (
+        len(given) == 2
+        and len(masks) == 1
+        and masks != {0}
+        and given[0].weight == given[1].weight
+        and mask_of(out) in masks
+    ):
         theirs = [one for one in given if one.rank != mine]
         if len(theirs) == 1:  # addition of two is commutative, so the own area need not be read
             (one,) = theirs

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from rainband.rounds.cut import MIN_SAMPLES, by_member, cut_each, each_twice, part_sizes
+from rainband.rounds.cut import MIN_SAMPLES, by_member, cut_each, digest_of, each_twice, part_sizes
 from rainband.rounds.exchange import Part
 from rainband.rounds.membership import Headers
 from rainband.rounds.view import Kind, RoundDecision, RoundView, accounted, next_view, up_to_date
@@ -20,6 +20,7 @@ class CurrentRound:
         self.whole_batches = whole_batches
         self.num_exchanges = 0
         self.is_cut = False
+        self.digest = 0  # of the samples
         self.samples: Sequence[int] = ()  # of the round, over all members
         self.part = Part(())
         self.parts: dict[int, Sequence[int]] = {}  # by rank, with whole batches: positions of samples in the round
@@ -36,13 +37,14 @@ class CurrentRound:
 
     # ---- parts -----------------------------------------------------------------------------------------------------
 
-    def cut(self, view: RoundView, batch: Sequence[int] | None, lengths: Sequence[int] = ()) -> Part:
+    def cut(self, view: RoundView, batch: Sequence[int] | None, lengths: Sequence[int] = (), digest: int = 0) -> Part:
         """Return this member's part of the round's samples."""
         carried = () if self.whole_batches else view.carried
         if batch is None and not carried:
             return Part((), is_over=True)
         self.samples = [*carried, *(batch or ())] if carried else batch or ()
         self.is_cut = True
+        self.digest = digest_of(self.samples, digest)
         ranks = [member.rank for member in view.members]
         sizes = view.sizes(len(self.samples))
         mine = ranks.index(self.rank)

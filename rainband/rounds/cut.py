@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -37,6 +39,16 @@ def part_sizes(total: int, shares: tuple[float, ...]) -> tuple[int, ...]:
     for i, more in zip(active, extra, strict=True):
         sizes[i] = MIN_SAMPLES + more
     return tuple(sizes)
+
+
+def digest_of(samples: Sequence[int], more: int = 0) -> int:
+    """Return a number that differs if the samples, or their order, differ; 0 if there are none."""
+    if not samples:
+        return 0
+    try:
+        return zlib.crc32(array("q", samples), more)
+    except TypeError:  # a dataset whose samples have names
+        return zlib.crc32(repr(list(samples)).encode(), more)
 
 
 def cut_each(lengths: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:

@@ -73,6 +73,14 @@ class Outcome(NamedTuple):
     scalars: tuple[float, ...] = ()  # weighted means
 
 
+class Differences(NamedTuple):
+    """What the members of a round do not do alike."""
+
+    apart: tuple[int, ...] = ()  # ranks that were at another place of the loop in the last exchange of numbers
+    behind: tuple[int, ...] = ()  # that made fewer exchanges of gradients than this member in this round, and went on
+    has_other_samples: bool = False  # this member's batch of the round is not that of the others
+
+
 class StateHolder(Protocol):
     """The training state of one member, which another one may receive."""
 
@@ -112,8 +120,8 @@ class Exchange(Protocol):
         """Return the number of rounds so far that had samples."""
 
     @property
-    def apart(self) -> tuple[int, ...]:
-        """Return the ranks that were at another place of the loop in the last exchange of numbers; empty: none."""
+    def differences(self) -> Differences:
+        """Return how the members differ, as the last exchange shows."""
 
     def begin(self, epoch: int) -> RoundId:
         """End the round before, and return the next one: of this epoch, or of a later one.
@@ -122,10 +130,11 @@ class Exchange(Protocol):
         Called again before `cut`, it returns the same round.
         """
 
-    def cut(self, batch: Sequence[int] | None, lengths: Sequence[int] = ()) -> Part:
+    def cut(self, batch: Sequence[int] | None, lengths: Sequence[int] = (), digest: int = 0) -> Part:
         """Return this member's part of the round's batch; with None, of what was carried over, if anything was.
 
         Every member passes the same batch: sample indices, or range(n) for n rows that the loop has drawn itself.
+        What they pass is compared, and `digest`, which tells more about rows that the loop has drawn.
         With `lengths`, it is several batches in one, and the part has samples of each: `weight` is that of all.
         """
 

@@ -105,9 +105,9 @@ class RoundMember:
         if self.is_in:
             self.round = self._new_round()
 
-    def cut(self, batch: Sequence[int] | None, lengths: Sequence[int] = ()) -> Part:
+    def cut(self, batch: Sequence[int] | None, lengths: Sequence[int] = (), digest: int = 0) -> Part:
         """Return this member's part of the round's samples."""
-        part = self.round.cut(self.view, batch, lengths)
+        part = self.round.cut(self.view, batch, lengths, digest)
         if not part.is_over:
             self.all_skipped = False
             self.round.began_at = self.clock()
@@ -289,6 +289,7 @@ class RoundMember:
             excluded=member.excluded_members() if is_first else (),
             joins=member.asking() if is_first else (),
             reason=self.round.reason,
+            samples=self.round.digest if is_first else 0,
             left_out=left_out,
             speed=statistics.median(self.speeds) if self.speeds and is_first else 0.0,
             fingerprint=self.holder.fingerprint() if is_first and self._compares(kind) else 0,

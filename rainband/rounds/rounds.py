@@ -11,11 +11,13 @@ from torch import Tensor
 from rainband.protocol.accounting import SkipReasons
 from rainband.rounds.board import Board
 from rainband.rounds.cut import cut_beside, each_twice
-from rainband.rounds.exchange import Outcome, Part, RoundId, StateHolder
+from rainband.rounds.exchange import Differences, Outcome, Part, RoundId, StateHolder
 from rainband.rounds.member import RoundMember
 from rainband.rounds.membership import Waiting
 from rainband.rounds.statistics import RoundStatistics
-from rainband.rounds.view import RoundView, has_left
+from rainband.rounds.view import RoundView, has_left, has_other_samples, leader_of
+
+NO_DIFFERENCES = Differences()
 
 
 class RoundExchange:
@@ -65,19 +67,26 @@ class RoundExchange:
         return self.view.batches
 
     @property
-    def apart(self) -> tuple[int, ...]:
-        member = self.member
-        kinds = {rank: header.kind for rank, header in member.round.last.items()}
-        if member.is_in and {"scalars", "mean"} <= set(kinds.values()):
-            return tuple(rank for rank, kind in kinds.items() if kind == "mean")
-        if not member.is_in or kinds.get(self.rank) != "scalars":
-            return ()
+    def differences(self) -> Differences:
+        member, first, last = self.member, self.member.round.first, self.member.round.last
+        other = len({header.samples for header in first.values()}) > 1
+        if not member.is_in or (not other and all(h.kind == "mean" for h in last.values()) and len(last) == len(first)):
+            return NO_DIFFERENCES
+        other = other and self.rank in first and has_other_samples(first[self.rank], first[leader_of(first)])
         # Those that have contributed gradients of this batch, and went on; a worker that skips it says so.
-        gone = [rank for rank, h in member.round.averaged.items() if h.kind == "mean" and rank not in kinds]
-        if not member.round.is_cut:
-            gone += [rank for rank, kind in kinds.items() if kind == "end"]
-        lives = {one.rank: one.life for one in member.view.members}
-        return tuple(rank for rank in gone if rank in lives and self.board.excluded(rank) < lives[rank])
+        gone = [rank for rank, h in member.round.averaged.items() if h.kind == "mean" and rank not in last]
+        behind = tuple(rank for rank in gone if self._is_there(rank))
+        kinds = {rank: header.kind for rank, header in last.items()}
+        apart: tuple[int, ...] = ()
+        if {"scalars", "mean"} <= set(kinds.values()):
+            apart = tuple(rank for rank, kind in kinds.items() if kind == "mean")
+        elif kinds.get(self.rank) == "scalars":
+            ended = [rank for rank, kind in kinds.items() if kind == "end" and not member.round.is_cut]
+            apart = (*behind, *(rank for rank in ended if self._is_there(rank)))
+        return Differences(apart, behind, other)
+
+    def _is_there(self, rank: int) -> bool:
+        return any(one.rank == rank and self.board.excluded(rank) < one.life for one in self.member.view.members)
 
     def collect(self) -> dict[str, Any]:
         """Return the state at the beginning of this round, for a checkpoint."""
@@ -97,8 +106,8 @@ class RoundExchange:
         where: RoundId = self._run(self.member.begin(epoch))
         return where
 
-    def cut(self, batch: Sequence[int] | None, lengths: Sequence[int] = ()) -> Part:
-        return self.member.cut(batch, lengths)
+    def cut(self, batch: Sequence[int] | None, lengths: Sequence[int] = (), digest: int = 0) -> Part:
+        return self.member.cut(batch, lengths, digest)
 
     def cut_beside(self, batch: Sequence[int], is_sum: bool = False) -> Sequence[int]:
         member, view = self.member, self.member.view

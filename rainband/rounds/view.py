@@ -95,6 +95,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     excluded: tuple[int, ...] = ()  # ranks of members that it knows to be excluded
     joins: tuple[tuple[int, int], ...] = ()  # rank and life of workers that ask to join
     reason: str = ""  # of a skip
+    samples: int = 0  # a digest of those of the round; 0: none, or given before
     left_out: int = 0  # samples of earlier rounds whose mean was not finite, and not stepped on
     speed: float = 0.0  # samples/s; 0: not known
     fingerprint: int = 0  # of the parameters; 0: not computed
@@ -126,7 +127,20 @@ def up_to_date(headers: Mapping[int, Header]) -> set[int]:
     if not headers:
         return set()
     best = headers[leader_of(headers)]
-    return {rank for rank, h in headers.items() if (h.count, h.view) == (best.count, best.view)}
+    return {rank for rank, h in headers.items() if has_missed_nothing(h, best) and not has_other_samples(h, best)}
+
+
+def has_missed_nothing(header: Header, best: Header) -> bool:
+    return (header.count, header.view) == (best.count, best.view)
+
+
+def has_other_samples(header: Header, best: Header) -> bool:
+    """Return True if a member has drawn another batch than the one with the best state, and has missed nothing.
+
+    One that has missed a step does not know yet which samples were moved to this round.
+    """
+    differ = bool(header.samples and best.samples) and header.samples != best.samples
+    return differ and has_missed_nothing(header, best)
 
 
 def has_left(headers: Mapping[int, Header]) -> bool:
@@ -243,7 +257,7 @@ def _usual(
         if h.kind != "mean" or h.excluded or h.joins or h.left_out:
             return None
     for h in others:
-        if (h.count, h.view, h.fingerprint) != (best.count, best.view, best.fingerprint):
+        if (h.count, h.view, h.samples, h.fingerprint) != (best.count, best.view, best.samples, best.fingerprint):
             return None
     after = RoundView(
         epoch=view.epoch,

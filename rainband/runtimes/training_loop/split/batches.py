@@ -15,7 +15,7 @@ from rainband.runtimes.training_loop.batches import check_sizes
 from rainband.runtimes.training_loop.of_shared_batches import arguments_of
 from rainband.runtimes.training_loop.script_random import CommonRandom
 from rainband.runtimes.training_loop.split.orders import BatchOrder, SamplerOrder, ShuffledOrder, StreamOrder
-from rainband.runtimes.training_loop.split.parts import Indices, PartLoader, batch_length, part_of
+from rainband.runtimes.training_loop.split.parts import Indices, PartLoader, batch_length, digest_of, part_of
 from rainband.runtimes.training_loop.split.passes import Pass, PassData
 
 
@@ -33,8 +33,14 @@ class Rounds(Protocol):
     def draw(self, one: Pass) -> int | None:
         """Return the number of the next batch of a pass, None if it is over; a round may begin."""
 
-    def cut(self, one: Pass, batch: Indices | None, lengths: Sequence[int] = ()) -> Part:
-        """Return this worker's part of the batch, or of several batches of these lengths."""
+    def cut(self, one: Pass, batch: Indices | None, lengths: Sequence[int] = (), digest: int = 0) -> Part:
+        """Return this worker's part of the batch, or of several batches of these lengths.
+
+        Workers with another digest have another batch.
+        """
+
+    def drew(self, one: Pass, batch: Any) -> Any:
+        """Return a batch, which the loop is about to get."""
 
     def end(self, one: Pass) -> None:
         """Note that a pass is over, or that the loop has left it."""
@@ -147,7 +153,7 @@ def _read(one: Pass, batches: Iterator[Any], parts: PartLoader, rounds: Rounds) 
         if part.is_over:
             break
         since = index
-        yield parts.load(part, (batch for k, batch in coming if k >= since))
+        yield rounds.drew(one, parts.load(part, (batch for k, batch in coming if k >= since)))
 
 
 class StreamBatches(LoaderStandIn):
@@ -165,10 +171,11 @@ class StreamBatches(LoaderStandIn):
             while (index := self.rounds.draw(one)) is not None:
                 given = list(islice(batches, index - position, index - position + 1))
                 position = index + 1
-                part = self.rounds.cut(one, range(batch_length(given[0])) if given else None)
+                batch = range(batch_length(given[0])) if given else None
+                part = self.rounds.cut(one, batch, digest=digest_of(given))
                 if part.is_over or not given:
                     break
-                yield given[0] if one.kind == "whole" else part_of(given[0], part.samples)
+                yield given[0] if one.kind == "whole" else self.rounds.drew(one, part_of(given[0], part.samples))
         finally:
             self.rounds.end(one)
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
-from rainband.rounds.exchange import Exchange, Part
+from rainband.rounds.exchange import Differences, Exchange, Part, RoundId
+from rainband.runtimes.training_loop.split.loss_checks import LossChecks
 from rainband.runtimes.training_loop.split.session import LoopSession
 from rainband.runtimes.training_loop.split.state import LoopState
 from rainband.runtimes.training_loop.split.step_checks import StepChecks
-from rainband.runtimes.training_loop.split.tensors import BackwardHooks, numbers_of, put_numbers
+from rainband.runtimes.training_loop.split.tensors import BackwardHooks, GradientScaling, numbers_of, put_numbers
 from rainband.runtimes.training_loop.split.trial import MIXED, SUM_FOUND, LoopTrial
 
 DRIFTED = (
@@ -31,6 +31,16 @@ APART = (
     "run.mean(...) was not called by worker {ranks}, which is at another place of the loop: all workers must call it, "
     "also where one prints (`mean = run.mean(loss)`, then `if run.is_first: print(mean)`). To decide by a loss, as an "
     "early stop does, use run.mean(loss)."
+)
+OTHER_SAMPLES = (
+    "this worker has other samples in a batch than the first one, so some would be used twice, and others never. Seed "
+    "the random numbers of a sampler or a stream, as numpy.random.default_rng(0) does; draw those of run.part(...) "
+    "with run.generator; and let no order depend on the losses of one worker."
+)
+UNEVEN = (
+    "rainband: worker {ranks} made fewer backward() passes in a batch than others, so it has missed a gradient, and "
+    "receives their state: the result is not that of one process. All workers must make the same passes: if a loss is "
+    "not there, add 0 * output.sum() in its place."
 )
 
 
@@ -48,7 +58,8 @@ class GradientExchange:
         self.hooks = BackwardHooks(self._after_backward)
         self.trial = LoopTrial(time.perf_counter)
         self.steps = StepChecks(self)
-        self.scaling: list[RemovableHandle] = []
+        self.losses = LossChecks(self)
+        self.scaling = GradientScaling()
         self.part: Part | None = None  # of the current round
         self.weight: float | None = None  # given by the loop, in place of the part's number of samples
         self.deferred = False  # gradients of earlier backward passes wait to be averaged
@@ -57,27 +68,28 @@ class GradientExchange:
         self.last_samples = 0  # of this worker's last part: of what is computed after a pass
         self.accumulating = False
         self.uses_loaders = False  # the loop's batches come from `run`
-        self.epoch = 0  # of the current round
         self.wants_stop: str | None = None
         self.told: set[str] = set()  # messages that were printed
 
     def attach(self) -> None:
         """Begin to average, when the loop begins."""
+        self.losses.attach()
         self.hooks.watch(self.tensors.parameters)
         self.tensors.note_step()
         self.steps.attach(self.state.optimizers)
 
     def detach(self) -> None:
         self.hooks.remove()
+        self.losses.remove()
         self.steps.remove()
-        self._stop_scaling()
+        self.scaling.stop()
 
     # ---- rounds ----
 
     def end(self) -> None:
         """End this worker's part when the others have ended theirs: a worker that missed steps gets the state."""
         self.steps.settle()
-        epoch = self.exchange.begin(self.epoch + 1).epoch
+        epoch = self.exchange.begin(self.losses.where.epoch + 1).epoch
         before = -1
         while self.exchange.batches != before:  # others begin another pass
             before = self.exchange.batches
@@ -88,12 +100,12 @@ class GradientExchange:
     def ensure_round(self) -> None:
         """Begin a round outside the loop over batches, so that members are known and can exchange numbers."""
         if self.part is None:
-            self.exchange.begin(self.epoch)
+            self.exchange.begin(self.losses.where.epoch)
 
-    def begin_round(self, epoch: int) -> None:
+    def begin_round(self, where: RoundId) -> None:
         """Prepare for the next batch."""
         self.steps.begin_round()
-        self.epoch = epoch
+        self.losses.begin_round(where)
         self._tell_differences()
         if new := self.tensors.find():
             raise ValueError(
@@ -139,7 +151,7 @@ class GradientExchange:
             self.part = Part((), is_over=True)
             return
         self.state.end_catching_up()
-        self.begin_round(0)
+        self.begin_round(where)
         self.set_part(self.exchange.cut(range(2 * len(self.exchange.members))))
         self.weight = 1.0
 
@@ -168,7 +180,7 @@ class GradientExchange:
                 "this loop draws several batches before their backward passes, so each of these averages gradients: "
                 "omit run.no_sync(), and use a loss that is a mean over samples, not a sum."
             )
-        self._stop_scaling()
+        self.scaling.stop()
         if self.part is None or self.part.is_over or not self.uses_loaders:
             return
         members = len(self.exchange.members)
@@ -176,18 +188,7 @@ class GradientExchange:
             factor = float(members) if self.part.weight else 0.0
         else:
             factor = self.part.weight * members / self.part.total
-        if factor != 1.0:
-            scale: Callable[[Tensor], Tensor] = lambda gradient: gradient * factor  # noqa: E731
-            self.scaling = [
-                p.register_hook(scale)  # type: ignore[no-untyped-call]
-                for p in self.tensors.parameters
-                if p.requires_grad
-            ]
-
-    def _stop_scaling(self) -> None:
-        for handle in self.scaling:
-            handle.remove()
-        self.scaling.clear()
+        self.scaling.start(self.tensors.parameters, factor, members)
 
     @torch.no_grad()
     def _after_backward(self, changed: set[int]) -> None:
@@ -195,6 +196,7 @@ class GradientExchange:
             self.begin_own_round()
         if self.part is not None and self.part.is_over and not self.uses_loaders:
             return
+        self.losses.after_backward()
         if self.accumulating:
             self._defer(changed)
             return
@@ -207,7 +209,11 @@ class GradientExchange:
         weight = self.weight_of_mean()
         self.trial.before(self.part if self.weight is None else None, self.tensors.parameters)
         outcome = self.exchange.mean(tensors, weight, numbers_of(self.state.optimizers), (stop,))
-        self._check_together()
+        differences = self._check_together()
+        if differences.has_other_samples:
+            raise ValueError(OTHER_SAMPLES)
+        if differences.behind:
+            self.tell(UNEVEN.format(ranks=", ".join(map(str, differences.behind))))
         self.exchanges += 1
         self.last_weight = outcome.weight
         if not outcome.took_part:  # this worker receives the state when one of the next rounds begins
@@ -221,11 +227,12 @@ class GradientExchange:
             self.steps.exchanged(self.part.total, tensors[: len(self.tensors.parameters)])
         absent = {id(p) for p in self.tensors.parameters if p.grad is None}
         self._put(tensors, alone)
+        self._rescale_sum(outcome.weight)
         self.trial.after(self.tensors.parameters)
         self.steps.fresh |= changed | {id(p) for p in self.tensors.parameters if id(p) in absent and p.grad is not None}
         self.deferred = False
         if not self.state.is_sum:
-            self._stop_scaling()
+            self.scaling.stop()
         self.tensors.note_exchange()
         self._put_numbers(outcome.numbers)
         if outcome.scalars and outcome.scalars[0] > 0:
@@ -238,13 +245,21 @@ class GradientExchange:
         if not self.uses_loaders or self.part is None:
             return self.weight
         if self.part.is_over:
-            return float(self.last_samples)
+            return self.last_samples * self.losses.counted.value
         if not self.part.weight:
             return 0.0  # another worker has this part, too
-        batch_sizes = self.part.batch_sizes
-        if self.weight is not None or not batch_sizes:
-            return self.weight
-        return float(batch_sizes[min(self.exchanges, len(batch_sizes) - 1)])  # of the batch of this backward pass
+        return self.losses.weight(self.part)
+
+    def _rescale_sum(self, given: float) -> None:
+        """Add the gradients of a sum that have arrived, if some have not: they were scaled for a mean over all members.
+
+        The samples of a lost part are added to a later batch. Gradients of earlier batches are as they should be.
+        """
+        if not self.state.is_sum or not given or self.scaling.members in (0, given):
+            return
+        for parameter in self.tensors.parameters:
+            if parameter.grad is not None and id(parameter) not in self.steps.fresh:
+                parameter.grad.mul_(given / self.scaling.members)
 
     def _put(self, tensors: list[Tensor | None], alone: bool) -> None:
         count = len(self.tensors.parameters)
@@ -302,10 +317,12 @@ class GradientExchange:
         if self.state.stopped is not None:
             raise KeyboardInterrupt(self.state.stopped)
 
-    def _check_together(self) -> None:
+    def _check_together(self) -> Differences:
         """Raise ValueError if some workers exchanged numbers, and others did something else."""
-        if apart := self.exchange.apart:
-            raise ValueError(APART.format(ranks=", ".join(map(str, apart))))
+        differences = self.exchange.differences
+        if differences.apart:
+            raise ValueError(APART.format(ranks=", ".join(map(str, differences.apart))))
+        return differences
 
     def _tell_differences(self) -> None:
         if self.exchange.drifted and self.exchange.is_first:

@@ -33,7 +33,7 @@ from rainband.runtimes.training_loop.split.batches import (
     batches_of_dataset,
 )
 from rainband.runtimes.training_loop.split.gradients import GradientExchange, weight_of_part
-from rainband.runtimes.training_loop.split.parts import batch_length, part_of
+from rainband.runtimes.training_loop.split.parts import batch_length, digest_of, part_of
 from rainband.runtimes.training_loop.split.passes import OpenPasses
 from rainband.runtimes.training_loop.split.session import LoopSession
 from rainband.runtimes.training_loop.split.state import HasState, LoopState
@@ -85,10 +85,13 @@ class SplitLoop:
     ) -> bool:
         self.gradients.detach()
         stopped = kind is KeyboardInterrupt and self.stopped is not None
-        if not (kind is None or stopped or is_normal_exit(error)):
+        misuse = self.passes.misuse if kind is None else None
+        if misuse is not None or not (kind is None or stopped or is_normal_exit(error)):
             if self.session is not None:
                 self.session.failed()
             self.exchange.abandon()
+            if misuse is not None:
+                raise misuse
             return False
         self.gradients.end()
         if self.session is not None:
@@ -127,7 +130,8 @@ class SplitLoop:
         one = self.passes.draw_own()
         if one.kind == "rounds":
             self.state.generator_state = self.generator.get_state()
-        return part_of(batch, self.passes.cut(one, range(batch_length(batch))).samples)
+        part = self.passes.cut(one, range(batch_length(batch)), digest=digest_of(batch))
+        return self.passes.drew(one, part_of(batch, part.samples))
 
     def eval_batches(self, dataset: Any, batch_size: int = 1, **arguments: Any) -> DataLoader[Any]:
         """Return a DataLoader of this worker's share of a dataset, in order: evaluate it and take run.mean(...)."""

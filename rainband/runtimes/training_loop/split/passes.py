@@ -42,6 +42,12 @@ FROM_A_THREAD = (
 )
 
 
+UNUSED = (
+    "rainband: the loop has read all batches of a pass without a backward(), and each worker had its parts of them "
+    "only. To evaluate, read the loader in torch.no_grad(), or after model.eval(): each worker has whole batches then."
+)
+
+
 class PassData(NamedTuple):
     """The data of one pass: what workers must have in common, and what its length follows from."""
 
@@ -75,6 +81,7 @@ class Pass:
         self.position = 0  # number of its next batch
         self.began = RoundId(0, 0)  # the round in which it was first read, if it is beside the one that makes it
         self.is_over = False
+        self.backward_passes = 0  # of this worker before it
         self.random: Any = None  # numbers with which its order was drawn
         self.iterator: Callable[[], Any] = lambda: None  # what the loop holds, as long as it does
 
@@ -104,6 +111,7 @@ class OpenPasses:
         self.num_epochs = 0  # of the run; 0: not known
         self.where = RoundId(0, 0)
         self.thread: int | None = None  # of the loop, in its `with` block
+        self.misuse: ValueError | None = None  # raised in another thread, which the loop may not notice
         self.has_trained = self._is_training()  # the model was in training mode once
         self.described: tuple[Any, ...] | None = None  # the data that the coordinator knows
         self.own = _own_pass(0)
@@ -133,6 +141,9 @@ class OpenPasses:
             one.random = self.random.state(order.generator)
             return order.begin(one.name)
         batches = order.begin(one.name)
+        if not one.position:  # the worker that has sent its state was about to draw the first batch, too
+            self.random.put(now)
+            return batches
         first = list(islice(batches, 1))  # torch's samplers draw no random numbers after it
         self.random.put(now)
         return chain(first, batches)
@@ -160,10 +171,11 @@ class OpenPasses:
             self.own = _own_pass(self.own.name.number + 1)
         return self.own
 
-    def cut(self, one: Pass, batch: Indices | None, lengths: Sequence[int] = ()) -> Part:
+    def cut(self, one: Pass, batch: Indices | None, lengths: Sequence[int] = (), digest: int = 0) -> Part:
         """Return this worker's part of the batch that was drawn, or of several batches of these lengths."""
-        part = self._cut(one, batch, lengths)
+        part = self._cut(one, batch, lengths, digest)
         if part.is_over:
+            self._check_used(one)
             self.end(one)
         elif one.kind == "rounds":
             one.position = one.first + self.where.batch + 1
@@ -178,9 +190,16 @@ class OpenPasses:
         if one.kind == "beside" and one.began == self.where and self._is_open(self.current):
             self._abandon()  # a whole pass was read in one round: the loop goes on without the other one
 
-    def _cut(self, one: Pass, batch: Indices | None, lengths: Sequence[int]) -> Part:
+    def drew(self, one: Pass, batch: Any) -> Any:
+        """Return a batch, which the loop is about to get."""
         if one.kind == "rounds":
-            part = self.exchange.cut(batch, lengths)
+            self.gradients.losses.drew(batch)
+        return batch
+
+    def _cut(self, one: Pass, batch: Indices | None, lengths: Sequence[int], digest: int) -> Part:
+        self.gradients.losses.has_whole_batch = one.kind == "whole" and torch.is_grad_enabled()
+        if one.kind == "rounds":
+            part = self.exchange.cut(batch, lengths, digest)
             self.gradients.set_part(part)
             return part
         if batch is None:
@@ -236,6 +255,7 @@ class OpenPasses:
         if self.gradients.part is not None and not self.gradients.uses_loaders:  # the loop's own rounds were epoch 0
             self.epochs = self.first_epoch = 1
         one.kind, one.epoch, self.current = "rounds", self.epochs, one
+        one.backward_passes = self.gradients.losses.passes
         self.epochs += 1
         self._describe(one)
 
@@ -261,8 +281,14 @@ class OpenPasses:
         if self.thread is None:
             raise ValueError(NOT_IN_BLOCK)
         if threading.get_ident() != self.thread:
-            print(f"rainband: {FROM_A_THREAD}", file=sys.stderr)
-            raise ValueError(FROM_A_THREAD)
+            self.misuse = ValueError(FROM_A_THREAD)
+            raise self.misuse
+
+    def _check_used(self, one: Pass) -> None:
+        """Report a whole pass whose batches were not used for training."""
+        unused = one.kind == "rounds" and one.backward_passes == self.gradients.losses.passes
+        if unused and one.position > one.first and self.num_workers > 1 and self.exchange.is_first:
+            self.gradients.tell(UNUSED)
 
     def _describe(self, one: Pass) -> None:
         self.gradients.uses_loaders = True
@@ -291,7 +317,7 @@ class OpenPasses:
             self.session.snapshots.at_boundary()
         self.gradients.check_stop()
         self._measure()
-        self.gradients.begin_round(one.epoch)
+        self.gradients.begin_round(self.where)
         if self.where.epoch == one.epoch:
             self.state.end_catching_up()
             return self.where.batch

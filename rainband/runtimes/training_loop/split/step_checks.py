@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from rainband.model.flat_parameters import is_finite
@@ -27,6 +29,11 @@ LOCAL = (
     "the result is not that of one process. For the gradient of the whole batch, use backward() and read p.grad; of a "
     "number that follows from it, such as a norm, take run.mean(number)."
 )
+NOT_SHARED = (
+    "rainband: {name} steps parameters that are neither in the model nor in an optimizer of rainband.join, so each "
+    "worker trains its own on its parts of the batches: pass all of them, as in rainband.join([model, head], "
+    "[optimizer, other]). (Copies of the model for one batch, as in meta-learning, are those of a part of it.)"
+)
 
 
 class StepChecks:
@@ -38,12 +45,16 @@ class StepChecks:
         self.unstepped = 0  # samples whose gradients no step has used yet
         self.kept: Sequence[Tensor | None] = ()  # their mean; zero_grad() only replaces it
         self.fresh: set[int] = set()  # parameters whose gradients were averaged since the last step of their optimizer
+        self.known: set[int] = set()  # optimizers that were looked at
+        self.thread = threading.get_ident()
         self.local = LocalGradients(lambda number: number in gradients.hooks.queued)
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
         for optimizer in optimizers:
             self.handles.append(optimizer.register_step_pre_hook(self._before_step))
             self.handles.append(optimizer.register_step_post_hook(self._after_step))
+        if self.gradients.num_workers > 1:
+            self.handles.append(register_optimizer_step_pre_hook(self._before_any_step))
 
     def remove(self) -> None:
         self.local.remove()
@@ -83,6 +94,15 @@ class StepChecks:
             self._check_averaged(optimizer)
         return None
 
+    def _before_any_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Report an optimizer of parameters that the workers do not share."""
+        if threading.get_ident() == self.thread and id(optimizer) not in self.known:
+            self.known.add(id(optimizer))
+            shared = {id(parameter) for parameter in self.gradients.tensors.parameters}
+            others = any(id(p) not in shared for group in optimizer.param_groups for p in group["params"])
+            if others and self.gradients.exchange.is_first:
+                self.gradients.tell(NOT_SHARED.format(name=type(optimizer).__name__))
+
     def _averaged(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return a closure whose loss is the mean over the workers, so that line searches agree."""
 
@@ -93,8 +113,8 @@ class StepChecks:
             if loss is None:
                 return None
             if isinstance(loss, Tensor):
-                return torch.full_like(loss.detach(), self.gradients.mean(float(loss.detach()), None))
-            return self.gradients.mean(float(loss), None)
+                return torch.full_like(loss.detach(), self.gradients.losses.mean(float(loss.detach())))
+            return self.gradients.losses.mean(float(loss))
 
         return averaged
 
@@ -122,6 +142,6 @@ class StepChecks:
         self.fresh -= {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         gradients.tensors.note_step()
         if not gradients.uses_loaders and gradients.part is not None:
-            if gradients.num_workers > 1 and gradients.exchange.is_first:
+            if not gradients.losses.report_evaluation() and gradients.num_workers > 1 and gradients.exchange.is_first:
                 gradients.tell(OWN_LOADER)
             gradients.begin_own_round()

@@ -90,6 +90,27 @@ class LocalGradients:
             self.name = name
 
 
+class GradientScaling:
+    """Scales the gradients that backward() adds, until it is stopped."""
+
+    def __init__(self) -> None:
+        self.handles: list[RemovableHandle] = []
+        self.members = 0  # that take part in the round for which they are scaled
+
+    def start(self, parameters: Sequence[nn.Parameter], factor: float, members: int) -> None:
+        self.members = members
+        if factor != 1.0:
+            scale: Callable[[Tensor], Tensor] = lambda gradient: gradient * factor  # noqa: E731
+            trained = [parameter for parameter in parameters if parameter.requires_grad]
+            self.handles = [parameter.register_hook(scale) for parameter in trained]  # type: ignore[no-untyped-call]
+
+    def stop(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        self.members = 0
+
+
 class SharedTensors:
     """The parameters and the floating-point buffers of a model and its optimizers, in an order equal on all workers."""
 
@@ -144,6 +165,13 @@ class SharedTensors:
                     f"{name} has a sparse gradient, which workers cannot average: use sparse=False for this layer."
                 )
         return gradients
+
+    def hooked(self) -> str | None:
+        """Return the name of a parameter on whose gradient the script has a hook of its own."""
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                return name
+        return None
 
     def note_exchange(self) -> None:
         """Remember that all gradients are equal on all workers now."""
