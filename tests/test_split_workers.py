@@ -369,11 +369,14 @@ def test_a_worker_that_joins_late_catches_up() -> None:
 def test_a_worker_pauses_and_returns() -> None:
     group = Group()
     parts: dict[int, list[int]] = {0: [], 1: []}
+    ends: list[int] = []
 
     def script(join: Join) -> nn.Module:
         model = net()
         optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+        per_pass = StepLR(optimizer, 100)
         with join(model, optimizer) as run:
+            run.register(per_pass)
             for epoch in range(3):
                 for number, batch in enumerate(run.batches(DATA, batch_size=4, drop_last=True)):
                     parts[run.rank].append(len(batch[0]))
@@ -383,10 +386,13 @@ def test_a_worker_pauses_and_returns() -> None:
                             group.wait(lambda: group.view.epoch == 1)
                     if run.rank == 0 and (epoch, number) == (1, 0):
                         group.wait(lambda: group.is_asked)
+                per_pass.step()
+        ends.append(per_pass.last_epoch)
         return model
 
     models = run_group(script, 2, group)
     assert equal_models(models)
+    assert ends == [3, 3]  # the pass in which it had paused was over in the state that it received
     assert group.view.transfers == 2  # the initial state, and that after the pause
     assert (group.view.applied, group.view.skipped, group.view.not_seen) == (72, (), 0)
     assert 4 in parts[0]  # while it was alone

@@ -91,10 +91,10 @@ class LoopState:
             own.copy_(value)
         for optimizer, values in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(restored(values))
+        self.received = state  # applied again when the loop has gone through passes that are over
         if self.begun:
             self._apply_registered(state)
         else:  # the script has not registered its objects yet, and has not drawn from the generator
-            self.received = state
             self.generator.set_state(state["generator"])
         self.stopped, self.is_sum = state["stopped"], state["is_sum"]
         if self.passes is not None:
