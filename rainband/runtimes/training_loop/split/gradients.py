@@ -32,6 +32,10 @@ APART = (
     "also where one prints (`mean = run.mean(loss)`, then `if run.is_first: print(mean)`). To decide by a loss, as an "
     "early stop does, use run.mean(loss)."
 )
+NOT_JUDGED = (
+    "rainband: a worker was lost in the first batches, so the loop's loss was not judged. If it is a sum over samples, "
+    "and not a mean, stop the run and start it again: the gradients of the workers are averaged, not added."
+)
 OTHER_SAMPLES = (
     "this worker has other samples in a batch than the first one, so some would be used twice, and others never. Seed "
     "the random numbers of a sampler or a stream, as numpy.random.default_rng(0) does; draw those of run.part(...) "
@@ -128,7 +132,10 @@ class GradientExchange:
 
     def _take_verdict(self) -> None:
         """Learn from the first rounds whether the loss is a sum over samples."""
-        outcome = self.exchange.mean_scalars((self.trial.found_sum, self.trial.found_mixed), 1.0)
+        scalars = (self.trial.found_sum, self.trial.found_mixed, float(bool(self.trial.kinds)))
+        outcome = self.exchange.mean_scalars(scalars, 1.0)
+        if outcome.scalars and not outcome.scalars[2] and self.losses.is_judged and self.exchange.is_first:
+            self.tell(NOT_JUDGED)
         if outcome.scalars and outcome.scalars[1] > 0 and self.uses_loaders:
             raise ValueError(MIXED)
         self.state.is_sum = bool(outcome.scalars) and outcome.scalars[0] > 0 and self.uses_loaders

@@ -56,6 +56,7 @@ class LossChecks:
         self.before_round = 0  # of these, before the current round
         self.first_unused = False  # the first batch of this pass had none before the next one was drawn
         self.drawn: tuple[set[int], set[int]] = set(), set()  # addresses of the first two batches of a pass
+        self.is_judged = True  # the first batches can tell whether the loss is a sum
         self.has_whole_batch = False  # the loop has drawn one that is not divided: its model is evaluated
 
     def attach(self) -> None:
@@ -90,6 +91,7 @@ class LossChecks:
     def after_backward(self) -> None:
         """Refuse gradients of a batch whose round is over, and report means that cannot be weighted."""
         self.passes += 1
+        self.is_judged = self.is_judged and not self.gradients.accumulating and self.gradients.weight is None
         gradients = self.gradients
         if self.first_unused and gradients.part is not None and gradients.part.is_over:
             raise ValueError(PREFETCHED)
