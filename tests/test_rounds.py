@@ -155,7 +155,7 @@ def test_a_member_that_missed_a_step_does_not_count_and_receives_the_state() -> 
 
 
 def test_a_member_with_another_batch_does_not_count() -> None:
-    """One that has missed a step may have other samples: it does not know what was carried over."""
+    """A member that has missed a step may have other samples: it does not know what was carried over."""
     headers = {0: header(samples=7), 1: header(samples=8), 2: header(samples=7)}
     assert up_to_date(headers) == {0, 2}
     assert has_other_samples(headers[1], headers[0]) and not has_other_samples(headers[2], headers[0])

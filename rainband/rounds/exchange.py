@@ -74,7 +74,7 @@ class Outcome(NamedTuple):
 
 
 class Differences(NamedTuple):
-    """What the members of a round do not do alike."""
+    """Differences between the members of a round."""
 
     apart: tuple[int, ...] = ()  # ranks that were at another place of the loop in the last exchange of numbers
     behind: tuple[int, ...] = ()  # that made fewer exchanges of gradients than this member in this round, and went on
@@ -134,7 +134,7 @@ class Exchange(Protocol):
         """Return this member's part of the round's batch; with None, of what was carried over, if anything was.
 
         Every member passes the same batch: sample indices, or range(n) for n rows that the loop has drawn itself.
-        What they pass is compared, and `digest`, which tells more about rows that the loop has drawn.
+        The samples are compared, and `digest`: a checksum of rows that the loop has drawn.
         With `lengths`, it is several batches in one, and the part has samples of each: `weight` is that of all.
         """
 

@@ -73,20 +73,18 @@ class RoundExchange:
         if not member.is_in or (not other and all(h.kind == "mean" for h in last.values()) and len(last) == len(first)):
             return NO_DIFFERENCES
         other = other and self.rank in first and has_other_samples(first[self.rank], first[leader_of(first)])
+        there = {one.rank for one in member.view.members if self.board.excluded(one.rank) < one.life}
         # Those that have contributed gradients of this batch, and went on; a worker that skips it says so.
         gone = [rank for rank, h in member.round.averaged.items() if h.kind == "mean" and rank not in last]
-        behind = tuple(rank for rank in gone if self._is_there(rank))
+        behind = tuple(rank for rank in gone if rank in there)
         kinds = {rank: header.kind for rank, header in last.items()}
         apart: tuple[int, ...] = ()
         if {"scalars", "mean"} <= set(kinds.values()):
             apart = tuple(rank for rank, kind in kinds.items() if kind == "mean")
         elif kinds.get(self.rank) == "scalars":
             ended = [rank for rank, kind in kinds.items() if kind == "end" and not member.round.is_cut]
-            apart = (*behind, *(rank for rank in ended if self._is_there(rank)))
+            apart = (*behind, *(rank for rank in ended if rank in there))
         return Differences(apart, behind, other)
-
-    def _is_there(self, rank: int) -> bool:
-        return any(one.rank == rank and self.board.excluded(rank) < one.life for one in self.member.view.members)
 
     def collect(self) -> dict[str, Any]:
         """Return the state at the beginning of this round, for a checkpoint."""

@@ -1,4 +1,4 @@
-"""What the autograd graph of a loss tells: what its mean counts, and which batch it was computed from.
+"""Reading the autograd graph of a loss: what its mean counts, and which batch it was computed from.
 
 A mean over what counts, as that of cross_entropy with ignore_index or with class weights, is not one over samples. The
 graph is read before each backward pass, which frees what it holds.
