@@ -65,14 +65,20 @@ def test_a_model_is_saved_from_blocks_as_from_its_module(tmp_path: Path) -> None
 class FailsAtBatch(Linear):
     """Raises at the third batch of each process."""
 
+    draws_before = 24  # the fingerprint draws each of the eight samples three times
+
     def data(self) -> Any:
-        return Numbered(super().data())
+        return Numbered(super().data(), self.draws_before)
+
+
+class FailsAtSharedBatch(FailsAtBatch):
+    draws_before = 27  # workers that share batches also try how the loss depends on samples
 
 
 class Numbered:
-    def __init__(self, data: Any) -> None:
+    def __init__(self, data: Any, draws_before: int) -> None:
         self.data = data
-        self.drawn = -24  # the fingerprint draws each of the eight samples three times
+        self.drawn = -draws_before
 
     def __len__(self) -> int:
         return len(self.data)
@@ -104,8 +110,9 @@ def test_after_an_error_of_the_only_worker_the_model_so_far_is_saved(tmp_path: P
 @pytest.mark.parametrize("strategy", [rainband.Single(optimizer="sgd", lr=0.5), rainband.Sync(optimizer="sgd", lr=0.5)])
 def test_after_an_error_of_every_worker_the_last_one_saves_the_model_so_far(tmp_path: Path, strategy: Any) -> None:
     """As with a damaged file: the workers that do the part of a lost one come to it, too."""
-    workers = 1 if isinstance(strategy, rainband.Single) else 2
-    task = FailsAtBatch(dimension=4, samples=8, batch_size=2, epochs=1)
+    alone = isinstance(strategy, rainband.Single)
+    workers, kind = (1, FailsAtBatch) if alone else (2, FailsAtSharedBatch)
+    task = kind(dimension=4, samples=8, batch_size=2, epochs=1)
     with pytest.raises(RainbandError, match="on purpose"):
         rainband.fit(task, strategy, workers=workers, runs=tmp_path, seed=3)
     [file] = tmp_path.glob("*/model.safetensors")
