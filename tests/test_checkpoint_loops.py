@@ -19,9 +19,10 @@ from rainband.checkpoints.store import LocalStore
 from rainband.checkpoints.tensor_file import TensorFile
 from rainband.checkpoints.write import write_file
 from rainband.coordinator.coordinator import Coordinator, RunSettings
-from rainband.protocol.messages import COORDINATOR, Assign, Message, Peer
+from rainband.protocol.messages import COORDINATOR, Assign, Message, Peer, TakeSnapshot
 from rainband.rounds.board import LocalBoard, SharedMemory
 from rainband.rounds.rounds import RoundExchange
+from rainband.rounds.view import RoundView
 from rainband.runtimes.checkpoints.background import AtOnce
 from rainband.runtimes.checkpoints.committer import Committer
 from rainband.runtimes.checkpoints.place import facts_of, opened, restore_of
@@ -30,6 +31,8 @@ from rainband.runtimes.checkpoints.write import ServerWriter, write_worker
 from rainband.runtimes.config import RunConfig
 from rainband.runtimes.training_loop.local_steps import LocalStepsLoop
 from rainband.runtimes.training_loop.loop import TrainingLoop
+from rainband.runtimes.training_loop.script_random import seed_by_rank, seed_equally
+from rainband.runtimes.training_loop.split.snapshots import LoopSnapshots
 from rainband.runtimes.training_loop.split.state import LoopState
 from rainband.strategies.averaging.averaging import Averaging
 from rainband.strategies.averaging.diloco import Diloco
@@ -134,6 +137,53 @@ def test_a_loop_continues_with_another_number_of_workers_up_to_rounding(tmp_path
         assert all(torch.allclose(first[name], again[name], atol=1e-4) for name in first)
 
 
+class SavingState:
+    """The link of a worker that writes one checkpoint, or continues from it, and its exchange."""
+
+    place = "memory"
+    view = RoundView(epoch=0, batch=0, members=())
+
+    def __init__(self, index: int, state: Any = None) -> None:
+        self.index = index
+        self.saved = state
+
+    def collect(self) -> Any:
+        return {"training": {}}
+
+    def restore(self, state: Any) -> None:
+        assert state is self.saved
+
+    def source(self) -> Any:
+        return None if self.saved is None else self
+
+    def state(self, name: str) -> Any:
+        return self.saved
+
+    def save_state(self, wanted: Any, state: Any, block: Any, step: int) -> None:
+        self.saved = state
+
+
+def drawn(index: int, state: Any) -> Tensor:
+    """Return random numbers of a worker's script, which begins with a seed as its earlier run did."""
+    seed_equally(0)
+    link: Any = SavingState(index, state)
+    snapshots = LoopSnapshots(link, link, nn.Linear(1, 1))
+    snapshots.restore()
+    seed_by_rank(index)
+    snapshots.continue_script()
+    return torch.rand(4)
+
+
+def test_dropout_masks_of_shared_batches_are_not_repeated() -> None:
+    first: Any = SavingState(0)
+    begin = drawn(0, None)
+    LoopSnapshots(first, first, nn.Linear(1, 1)).take(TakeSnapshot(1, "step-0000000001"))
+    following = torch.rand(4)
+    assert torch.equal(drawn(0, first.saved), following)
+    others = [following, begin, *(drawn(index, state) for index in (1, 2) for state in (None, first.saved))]
+    assert len({tuple(numbers.tolist()) for numbers in others}) == len(others)
+
+
 # ---- batches of one worker: leased, or in rounds of models ----
 
 
@@ -187,7 +237,7 @@ def looped(
 ) -> tuple[nn.Module, list[tuple[int, float]], list[Tensor]]:
     """Train for three passes; return the model, the epoch and learning rate of each step, and averaged parameters."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.3), nn.BatchNorm1d(8), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     average = AveragedModel(model)
@@ -223,6 +273,22 @@ def test_a_loop_that_asked_for_a_checkpoint_continues_bit_for_bit(tmp_path: Path
     for (key, one), other in zip(whole.state_dict().items(), again.state_dict().values(), strict=True):
         assert torch.equal(one, other), key
     assert all(torch.equal(one, other) for one, other in zip(average, of_rest, strict=True))
+
+
+class WithBytes:
+    def state_dict(self) -> dict[str, Any]:
+        return {"key": b"1234"}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def test_a_state_that_no_checkpoint_can_hold_is_refused_at_once(tmp_path: Path) -> None:
+    model = nn.Linear(6, 3)
+    member = Saving(Single(), tmp_path)
+    loop = TrainingLoop(model, [torch.optim.SGD(model.parameters(), lr=0.05)], member)
+    with pytest.raises(ValueError, match=r"run.register\(WithBytes\): .* type bytes"), loop as run:
+        run.register(WithBytes())
+    member.memory.close()
 
 
 def test_a_loop_with_another_batch_size_is_refused(tmp_path: Path) -> None:

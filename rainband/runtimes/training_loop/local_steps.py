@@ -197,7 +197,7 @@ class LocalStepsLoop(TrainingLoop):
 
     def _make_state(self) -> LocalLoopState:
         # Its rounds have the optimizers' state.
-        return LocalLoopState(self.model, self.flat, self.optimizers, served=True, write=self.member.save_state)
+        return LocalLoopState(self.model, self.flat, self.optimizers, True, self.member.save_state, self.rank)
 
     def _make_model(self) -> LocalStepsModel:
         return LocalStepsModel(self)

@@ -146,7 +146,7 @@ class TrainingLoop(OfSharedBatches):
         return stopped
 
     def _make_state(self) -> LeasedLoopState:
-        return LeasedLoopState(self.model, self.flat, self.optimizers, self.served, self.member.save_state)
+        return LeasedLoopState(self.model, self.flat, self.optimizers, self.served, self.member.save_state, self.rank)
 
     def begin_checkpoints(self) -> None:
         """Let this worker take part in checkpoints; if the run continues from one, put back its state."""

@@ -21,6 +21,7 @@ from rainband.model.flat_parameters import Flat
 from rainband.protocol.messages import TakeSnapshot
 from rainband.protocol.saved_state import SavedBlock
 from rainband.runtimes.checkpoints.place import WORKER_FILE
+from rainband.runtimes.training_loop.script_random import continue_script, state_of_script
 from rainband.runtimes.training_loop.split.state import HasState, check_has_state
 from rainband.worker.model_rounds import ModelRounds
 from rainband.worker.saving.snapshots import SnapshotRequests, Write, block_of_rounds, copied, put_rounds
@@ -33,7 +34,7 @@ class LeasedLoopState(SnapshotRequests):
     """The state of one worker's loop: collected for checkpoints, and put back when the run continues."""
 
     def __init__(
-        self, model: nn.Module, flat: Flat, optimizers: Sequence[Optimizer], served: bool, write: Write
+        self, model: nn.Module, flat: Flat, optimizers: Sequence[Optimizer], served: bool, write: Write, rank: int
     ) -> None:
         """`served`: the servers run the optimizers."""
         super().__init__(steps_itself=False)
@@ -42,6 +43,7 @@ class LeasedLoopState(SnapshotRequests):
         self.optimizers = optimizers
         self.served = served
         self.write = write
+        self.rank = rank
         self.registered: list[HasState] = []
         self.accounting: LocalAccounting | None = None  # where there are no servers
         self.received: dict[str, Any] | None = None  # of a checkpoint, until the loop draws its first batch
@@ -90,6 +92,7 @@ class LeasedLoopState(SnapshotRequests):
             "groups": marked([_settings(group) for group in self._groups()]),
             "optimizers": own,
             "registered": [marked(given.state_dict()) for given in self.registered],
+            "random": state_of_script(),
         }
 
     def _groups(self) -> list[Group]:
@@ -136,6 +139,8 @@ class LeasedLoopState(SnapshotRequests):
                 group.update(settings)
         for given, values in zip(self.registered, received["registered"], strict=True):
             given.load_state_dict(restored(values))
+        if "random" in received:
+            continue_script(received["random"], self.rank)
 
 
 class LocalLoopState(LeasedLoopState):

@@ -31,6 +31,27 @@ def seed_by_rank(index: int) -> None:
         numpy_random.seed((int(numpy_random.randint(1 << 31)) + index) % (1 << 32))
 
 
+def state_of_script() -> RandomState:
+    """Return the state of the generators from which this worker's script draws, such as dropout masks."""
+    state = _state()
+    state["cuda"] = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    return state
+
+
+def continue_script(state: RandomState, index: int) -> None:
+    """Continue with the numbers of an earlier run: the first worker exactly, the others with numbers never used."""
+    _set_state(state)
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    if index == 0:
+        return
+    seed = int(torch.randint(1 << 62, ())) + index  # not the initial seed: the numbers of the earlier run would repeat
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
+        numpy_random.seed(seed % (1 << 32))
+
+
 class CommonRandom:
     """Random numbers that stay equal on all workers, for orders of samples; others differ after `seed_by_rank`."""
 

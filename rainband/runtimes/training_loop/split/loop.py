@@ -77,6 +77,8 @@ class SplitLoop:
         self.passes.where = self.exchange.begin(0)  # all workers begin with the state of the first one
         self.passes.thread = threading.get_ident()
         seed_by_rank(self.rank)
+        if self.session is not None and self.num_workers > 1:  # one worker alone has its numbers with its passes
+            self.session.snapshots.continue_script()
         self.gradients.attach()
         return self
 

@@ -10,6 +10,7 @@ from rainband.errors import BadCheckpoint
 from rainband.rounds.rounds import RoundExchange
 from rainband.runtimes.checkpoints.place import WORKER_FILE
 from rainband.runtimes.processes.worker_link import WorkerLink
+from rainband.runtimes.training_loop.script_random import RandomState, continue_script, state_of_script
 from rainband.worker.saving.snapshots import SnapshotRequests, copied
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ class LoopSnapshots(SnapshotRequests):
         self.link = link
         self.exchange = exchange
         self.buffer_names = [name for name, _ in module.named_buffers()]
+        self.random: RandomState | None = None  # of the script, in the checkpoint from which the run continues
         self.end_state: tuple[dict[str, Any], int] | None = None  # of a run that was stopped
 
     def restore(self) -> None:
@@ -36,9 +38,15 @@ class LoopSnapshots(SnapshotRequests):
         state = checkpoint.state(WORKER_FILE)
         try:
             state["training"]["stopped"] = None
+            self.random = state.get("random")
             self.exchange.restore(state)
         except (KeyError, TypeError, msgspec.MsgspecError) as error:
             raise BadCheckpoint(checkpoint.place, f"it is not that of a training loop ({error!r})") from None
+
+    def continue_script(self) -> None:
+        """Continue with the random numbers of the checkpoint, if there is one."""
+        if self.random is not None:
+            continue_script(self.random, self.link.index)
 
     def request(self, snapshot: TakeSnapshot, training: bool) -> None:
         """Wait for the beginning of a round: before the first one, there is nothing to write."""
@@ -56,5 +64,5 @@ class LoopSnapshots(SnapshotRequests):
     def _collected(self) -> tuple[dict[str, Any], int]:
         """Return a copy of the state at the beginning of a round, and the number of batches in it."""
         view = self.exchange.view
-        state = {**copied(self.exchange.collect()), "buffer_names": self.buffer_names}
+        state = {**copied(self.exchange.collect()), "buffer_names": self.buffer_names, "random": state_of_script()}
         return state, view.serial - view.epoch

@@ -132,12 +132,16 @@ class LoopState:
 
 
 def check_has_state(given: HasState) -> None:
-    """Raise ValueError if an object has no state."""
+    """Raise ValueError if an object has no state, or one that no checkpoint can hold: now, not at the first of them."""
     if not callable(getattr(given, "state_dict", None)) or not callable(getattr(given, "load_state_dict", None)):
         raise ValueError(
             f"run.register needs objects with state_dict and load_state_dict, and {type(given).__name__} has "
             "none: register the scheduler, the GradScaler or the averaged model itself."
         )
+    try:
+        marked(given.state_dict())
+    except ValueError as error:
+        raise ValueError(f"run.register({type(given).__name__}): {error}") from None
 
 
 def _put_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
