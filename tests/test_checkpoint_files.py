@@ -9,8 +9,10 @@ import tracemalloc
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -62,7 +64,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     "value",
     [
         None,
-        [1, -(2**70), 0.1, float("inf"), True, "text", (1, [2])],
+        [1, -(2**70), 0.1, float("inf"), True, "text", (1, [2]), np.float64(0.3)],
         {"lr": 0.1, 3: {"nested": [None]}, (1, "a"): "tuple as key"},
     ],
     ids=["none", "numbers", "keys"],
@@ -71,6 +73,19 @@ def test_nested_state_is_read_as_it_was_split(value: object) -> None:
     text, tensors = tree.split(value)
     assert not tensors
     assert tree.joined(text, tensors.__getitem__) == value
+
+
+@pytest.mark.parametrize(
+    "value", [{"a": {"b": 1}, "a/b": 2}, {1: 1, "1": 2}, {"": 1, "value": 2}, {"a": [1], "a/0": 2}]
+)
+def test_tensors_whose_paths_read_alike_are_kept_apart(value: Any) -> None:
+    def of_tensors(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: of_tensors(item) for key, item in value.items()}
+        return [of_tensors(item) for item in value] if isinstance(value, list) else torch.tensor(value)
+
+    text, tensors = tree.split(of_tensors(value))
+    assert tree.joined(text, lambda name: tensors[name].item()) == value
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64])

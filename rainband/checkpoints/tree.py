@@ -30,6 +30,8 @@ def joined(text: str, tensor: Callable[[str], Tensor | None]) -> Any:
 def _plain(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
     if hasattr(value, "untyped_storage"):  # a tensor; torch is not imported for this
         name = path or "value"
+        while name in tensors:  # {"a": {"b": tensor}, "a/b": tensor}, {1: tensor, "1": tensor}
+            name += "+"
         tensors[name] = value
         return {"tensor": name}
     if isinstance(value, dict):
@@ -41,6 +43,8 @@ def _plain(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
         return {"tuple" if isinstance(value, tuple) else "list": items}
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return {"float": str(value)}
+    if isinstance(value, float):
+        return float(value)  # of numpy
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 63:
         return {"int": str(value)}
     if value is None or isinstance(value, bool | int | float | str):
