@@ -233,6 +233,13 @@ def test_a_full_disk_costs_a_warning_and_the_earlier_checkpoints_stay(
         opened(checkpoint).verify()
 
 
+def test_what_a_full_disk_has_cut_does_not_stay_and_fill_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = FullDisk(monkeypatch, 2, 1000)
+    train(tmp_path / "a", "downpour", {"optimizer": "sgd", "lr": 0.5}, TASK, servers=2, checkpoint_every_s=4.0)
+    assert disk.calls > 6
+    assert not list((tmp_path / "a").rglob("*.partial"))
+
+
 @pytest.mark.parametrize("fault", ["kill worker 0", "pause worker 0 for 3"])
 @pytest.mark.parametrize(
     ("strategy", "settings", "servers"),

@@ -66,6 +66,13 @@ def finish(store: Store, folder: str, manifest: Manifest) -> str:
     return commit(store, working, manifest)
 
 
+def discard(store: Store, folder: str) -> None:
+    """Remove the files that nodes have written for a checkpoint that was not made."""
+    working = folder + PARTIAL if store.renames else folder
+    if store.renames or MANIFEST not in store.names(working):
+        store.remove(working)
+
+
 def prune(store: Store, keep: int, busy: str = "") -> list[str]:
     """Remove the oldest checkpoints until `keep` are left, and what crashes have left; return their names.
 

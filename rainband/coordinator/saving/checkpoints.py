@@ -53,6 +53,8 @@ class Checkpoints:
         self.requested = False  # one is wanted as soon as possible
         self.current: Collected | None = None
         self.complete: Collected | None = None  # all parts are written: the runtime makes a checkpoint of it
+        self.failed: dict[int, str] = {}  # number -> folder; others may still write their part
+        self.left: list[str] = []  # folders of those: the runtime removes the files
         self.last_step = -1  # of the last checkpoint
         self.done_before = 0  # batches, when the last one began
         self.last_name = ""  # its folder
@@ -167,6 +169,8 @@ class Checkpoints:
     def saved(self, sender: Peer, message: Saved, now: float) -> list[CoordinatorOutput]:
         """Take the part that a node has written."""
         current = self.current
+        if message.number in self.failed:
+            self.left.append(self.failed[message.number])
         if current is None or message.number != current.number or sender not in current.waiting:
             return []
         if message.newest >= 0 and current.position is not None:
@@ -234,6 +238,7 @@ class Checkpoints:
         if self.complete is collected:  # the final one may be complete already
             self.complete = None
         if error:
+            self._leave(collected)
             self._failed(error, now)
             return
         self.last_step, self.last_name = collected.step, name
@@ -257,7 +262,12 @@ class Checkpoints:
         )
         self.next_at, self.requested = now + min(self.every_s or NEVER_S, RETRY_S), False
         if failed is not None:
+            self._leave(failed)
             self._end(failed)
+
+    def _leave(self, failed: Collected) -> None:
+        self.failed[failed.number] = failed.folder
+        self.left.append(failed.folder)
 
     def _end(self, collected: Collected) -> None:
         if collected.final:

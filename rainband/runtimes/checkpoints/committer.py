@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 import msgspec
@@ -43,7 +44,10 @@ class Committer:
     def advance(self, committed: Callable[[Collected, str, str], None]) -> None:
         """Begin to commit what is complete; `committed` is called with the name, or with what went wrong."""
         self.background.settle()
-        collected = self.coordinator.checkpoints.complete
+        checkpoints = self.coordinator.checkpoints
+        while checkpoints.left:
+            self.background.submit(partial(self._discard, checkpoints.left.pop()))
+        collected = checkpoints.complete
         if collected is None or self.under_way:
             return
         self.under_way = True
@@ -66,6 +70,15 @@ class Committer:
             committed(collected, name, error)
 
         return done
+
+    def _discard(self, folder: str) -> Callable[[], None]:
+        """Remove what the nodes have written for a checkpoint that failed: it may fill the disk."""
+        checkpoints = self.coordinator.checkpoints
+        used = [one.folder for one in (checkpoints.current, checkpoints.complete) if one is not None]
+        if folder not in used:
+            with suppress(OSError):
+                commit.discard(self.store, folder)
+        return lambda: None
 
     def _with_results(self, collected: Collected, manifest: Manifest) -> Manifest:
         """Write the results of a full-batch strategy's commands, if it has any."""
