@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
 
 from rainband.checkpoints import tree
 from rainband.checkpoints.read import all_names
@@ -50,9 +51,12 @@ DATA = [(torch.full((6,), i / 7.0), torch.tensor(i % 3)) for i in range(12 * BAT
 class Run:
     """One run of the loop below: it may begin with a state, and notes the state at the beginning of each round."""
 
-    def __init__(self, workers: int, begin: Any = None, norm: Callable[[int], nn.Module] = nn.BatchNorm1d) -> None:
+    def __init__(
+        self, workers: int, begin: Any = None, norm: Callable[[int], nn.Module] = nn.BatchNorm1d, loads: bool = False
+    ) -> None:
         self.begin = begin
         self.norm = norm
+        self.loads = loads  # with a DataLoader, whose order comes from the script's random numbers
         self.states: list[Any] = []
         self.steps: list[int] = []  # of the first worker: the epoch of each step
         self.rates: list[float] = []
@@ -72,8 +76,11 @@ class Run:
             loop.exchange.restore(self.begin)
         with loop as run:
             run.register(every_epoch, every_batch, average)
+            data: Any = run.batches(DATA, batch_size=12)
+            if self.loads:
+                data = run.loader(DataLoader(DATA, batch_size=12, shuffle=True))  # type: ignore[arg-type]
             for epoch in range(EPOCHS):
-                for x, y in run.batches(DATA, batch_size=12):
+                for x, y in data:
                     if run.rank == 0:
                         self.states.append(copied(run.exchange.collect()))
                         self.steps.append(epoch)
@@ -108,16 +115,18 @@ def through_a_file(state: Any, folder: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def whole() -> dict[int, Run]:
-    return {workers: Run(workers) for workers in (1, 2)}
+def whole() -> dict[tuple[int, bool], Run]:
+    return {(workers, loads): Run(workers, loads=loads) for workers in (1, 2) for loads in (False, True)}
 
 
 @pytest.mark.parametrize("at", [1, 4, 5, 13, 19], ids=lambda at: f"after {at} batches")
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_loop_continues_bit_for_bit(whole: dict[int, Run], tmp_path: Path, workers: int, at: int) -> None:
-    before = whole[workers]
+@pytest.mark.parametrize(("workers", "loads"), [(1, False), (2, False), (1, True), (2, True)])
+def test_a_loop_continues_bit_for_bit(
+    whole: dict[tuple[int, bool], Run], tmp_path: Path, workers: int, loads: bool, at: int
+) -> None:
+    before = whole[workers, loads]
     assert len(before.steps) == EPOCHS * BATCHES
-    after = Run(workers, through_a_file(before.states[at], tmp_path))
+    after = Run(workers, through_a_file(before.states[at], tmp_path), loads=loads)
     assert after.steps == before.steps[at:] and after.rates == before.rates[at:]
     for model in after.models:
         assert all(

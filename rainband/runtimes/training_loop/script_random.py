@@ -34,7 +34,7 @@ def seed_by_rank(index: int) -> None:
 def state_of_script() -> RandomState:
     """Return the state of the generators from which this worker's script draws, such as dropout masks."""
     state = _state()
-    state["cuda"] = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    state["cuda"] = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     return state
 
 

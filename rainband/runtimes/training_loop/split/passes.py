@@ -219,8 +219,11 @@ class OpenPasses:
 
     def collect(self) -> Any:
         """Return how far this worker has read each open pass."""
-        passes = [[*one.name, one.first, one.position, one.random] for one in self.open.values()]
-        return {"begun": list(self.numbers.passes), "open": passes, "random": self.random.state()}
+        known = chain(self.open.values(), self.received.values())  # the loop may not have come to those it received
+        passes = [[*one.name, one.first, one.position, one.random] for one in known]
+        begun = dict(enumerate(self.numbers.passes))
+        begun = {dataset: max(self.over.get(dataset, 0), begun.get(dataset, 0)) for dataset in self.over | begun}
+        return {"begun": list(begun.values()), "open": passes, "random": self.random.state()}
 
     def apply(self, state: Any) -> None:
         """Continue where the worker was that has collected this."""
