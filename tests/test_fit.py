@@ -388,7 +388,9 @@ def test_every_strategy_can_be_had_by_its_name() -> None:
         kind = find_strategy(name)
         assert getattr(rainband, kind.__name__) is kind
     assert rainband.ModuleTask is ModuleTask
-    with pytest.raises(AttributeError, match=r"rainband has no 'Downpuor' .*, sync|Sync$"):
+    with pytest.raises(
+        AttributeError, match=r"rainband has no 'Downpuor' \(did you mean Downpour\?\): it has .*, Sync, Tree$"
+    ):
         _ = rainband.Downpuor
 
 

@@ -350,7 +350,7 @@ def test_words_of_a_board_are_read_as_they_were_written() -> None:
     admission = RoundEntry(1 << 50, 1, (Member(0, 2, 3), Member(1, 1, 0, active=False)))
     one.admit(admission)
     assert other.admission(0) == admission
-    header = Header("mean", 5, 6, 7, 8.5, (1,), ((1, 2),), "why", 4, 9.5, 10, b"\x07", (0.1,), (0.2,))
+    header = Header("mean", 5, 6, 7, 8.5, (1,), ((1, 2),), "why", 3, 4, 9.5, 10, b"\x07", (0.1,), (0.2,))
     one.tensors(0, 1)[1].fill_(4.0)
     one.publish(1, 1 << 60, header)
     assert (other.published(0, 1), other.position(0), other.header(0, 1)) == (1 << 60, 1 << 60, header)

@@ -26,7 +26,8 @@ def command(
             metavar="NAME",
             help="downpour, downpour2 (n_push=2), corrected (with compensation), ragged (pushes of 1 to 4 batches), "
             "sync, averaging, gossip, per_worker (sync batch_per_worker=true), backup (with a backup worker), "
-            "stale_sync, adaptive_bound, bounded_delay, soft_sync, sandblaster or conjugate_gradient.",
+            "stale_sync, adaptive_bound, bounded_delay, soft_sync, sandblaster, conjugate_gradient, tree "
+            "(variant=adv_star) or tree_rounds (tree synchronous=true).",
             show_default="the seed's choice",
         ),
     ] = None,
