@@ -397,3 +397,14 @@ def test_wrong_settings_are_reported_at_once() -> None:
         StaleSync(bound=-1)
     with pytest.raises(ValueError, match="n_push=65"):
         StaleSync(n_push=65)
+
+
+def test_a_bound_is_continued_unless_the_settings_are_others() -> None:
+    rule = TaskBound(4)
+    rule.retune(7)
+    rule.done = 3
+    same, forced = TaskBound(4), TaskBound(9)
+    same.state(rule.state())
+    forced.state(rule.state())
+    assert (same.bound, same.limit().bound, same.done) == (7, 7, 3)
+    assert (forced.bound, forced.limit().bound, forced.done) == (9, 9, 3)

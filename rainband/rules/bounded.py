@@ -33,6 +33,7 @@ class Bounded(Rule):
     def __init__(self, bound: int, last: int | None = None) -> None:
         self.first = self.bound = bound
         self.last = bound if last is None else last  # the bound moves there linearly over the run
+        self.set_first, self.set_last = self.first, self.last  # by the strategy's settings
         self.clocks = Clocks()
         self.done = 0  # batches that have arrived
         self.granted: dict[tuple[int, int], int] = {}  # (reader, its clock) -> the bound under which it was admitted
@@ -87,11 +88,17 @@ class Bounded(Rule):
         self.clocks.leave(worker, block.version)
 
     def state(self, given: Mapping[str, Tensor | float] | None = None) -> dict[str, Tensor | float]:
-        """Return the bound and the part of the run that is done; the clocks of new workers begin anew."""
+        """Return the bound and the part of the run that is done; the clocks of new workers begin anew.
+
+        A bound of other settings is not continued: the run was forced to go on with new ones.
+        """
         numbers = {name: int(value) for name, value in (given or {}).items() if not hasattr(value, "numel")}
-        self.first, self.last = numbers.get("first", self.first), numbers.get("last", self.last)
-        self.bound, self.done = numbers.get("bound", self.bound), numbers.get("done", self.done)
-        return {"first": self.first, "last": self.last, "bound": self.bound, "done": self.done}
+        self.done = numbers.get("done", self.done)
+        own = {"set_first": self.set_first, "set_last": self.set_last}
+        if all(numbers.get(name, value) == value for name, value in own.items()):
+            self.first, self.last = numbers.get("first", self.first), numbers.get("last", self.last)
+            self.bound = numbers.get("bound", self.bound)
+        return {"first": self.first, "last": self.last, "bound": self.bound, "done": self.done, **own}
 
     def limit(self) -> StalenessLimit:
         return StalenessLimit(max(self.first, self.last), self.unit, self.largest, self.exceeded)
