@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import rainband
+from rainband.codecs.codec import key_of
 from rainband.codecs.find import load_codec
 from rainband.codecs.pushes import CompressedPushes, EncodedValues
 from rainband.codecs.topk import TopK
@@ -265,3 +266,42 @@ def test_what_was_kept_of_different_parameters_is_sent_for_each() -> None:
     unsent = {one.absent: one.values.contiguous() for one in pushes.take_unsent()}
     assert {absent: int(values.sum()) for absent, values in unsent.items()} == {(): 1280 - 128, (1,): 640 - 64}  # type: ignore[union-attr]
     assert pushes.take_unsent() == []
+
+
+@pytest.mark.parametrize("codec", ["topk:0.1", "sign", "deep_gradient:0.1,momentum=0,warmup=0"])
+def test_a_push_that_is_refused_gives_back_what_it_had_of_earlier_gradients(codec: str) -> None:
+    layout = arrange([LayoutEntry("one", (640,))])
+    (block,) = cut(layout)
+    pushes = CompressedPushes(load_codec(codec), 0, layout)
+    gradients = torch.randint(-64, 64, (4, 640), generator=torch.Generator().manual_seed(1)).float()
+    taken = torch.zeros(640)
+    for sequence, gradient in enumerate(gradients):
+        sent = pushes.encode(EncodedValues(gradient, block), block, (), 640, sequence).contiguous()
+        assert sent is not None
+        if sequence != 2:
+            taken += pushes.codec.decode(sent, 640, key_of(0, sequence, 0))
+        pushes.answered(sequence, 0, is_taken=sequence != 2)
+    (rest,) = pushes.take_unsent()
+    kept = rest.values.contiguous()
+    assert kept is not None
+    torch.testing.assert_close(taken + kept, gradients[[0, 1, 3]].sum(0), rtol=0, atol=0 if codec != "sign" else 1e-4)
+    assert not pushes.unanswered
+
+
+def test_batches_that_are_computed_again_move_no_parameter_twice(tmp_path: Path) -> None:
+    """One of three servers has the last push of the killed worker, and ignores the one that repeats it."""
+    faults = tmp_path / "faults"
+    faults.write_text("0.32 kill worker 1\n")
+    options = {
+        "faults": faults,
+        "compute": {"step_s": 0.01},
+        "servers": 3,
+        "equal": True,
+        "epochs": 4,
+        "network": "wan",
+    }
+    plain = weights(trained(STRATEGIES[0], tmp_path, **options))
+    result = trained(STRATEGIES[0], tmp_path, codec="topk:0.3", **options)
+    missing = (weights(result) - plain) / RATE
+    assert float(missing.min()) == 0 < float(missing.max())  # only what the killed worker had kept
+    assert len(result.accounting.lost_residuals) == 1

@@ -121,6 +121,9 @@ class Sender(Protocol):
     def take_unsent(self) -> Tensor | None:
         """Return what it has kept, which will now be sent as it is."""
 
+    def keep(self, more: Tensor) -> None:
+        """Keep these values, too: they were sent before, and not taken."""
+
 
 class EachForItself:
     """A sender that encodes each message for itself."""
@@ -139,6 +142,9 @@ class EachForItself:
 
     def take_unsent(self) -> None:
         return None
+
+    def keep(self, more: Tensor) -> None:
+        """Keep nothing."""
 
 
 class ErrorFeedback:
@@ -163,7 +169,11 @@ class ErrorFeedback:
         if len(body) >= values.nbytes:
             self.residual = None
             return total
-        self.residual = total.sub_(self.codec.decode(body, len(total), key))
+        try:
+            self.residual = total.sub_(self.codec.decode(body, len(total), key))
+        except ValueError:  # values so large that their sums are not finite
+            self.residual = None
+            return total
         return body
 
     @property
@@ -173,6 +183,9 @@ class ErrorFeedback:
     def take_unsent(self) -> Tensor | None:
         residual, self.residual = self.residual, None
         return residual
+
+    def keep(self, more: Tensor) -> None:
+        self.residual = more if self.residual is None else self.residual.add_(more)
 
 
 def key_of(*numbers: int) -> int:

@@ -113,3 +113,6 @@ class DeepGradient:
     def take_unsent(self) -> Tensor | None:
         accumulated, self.accumulated, self.momentum = self.accumulated, None, None
         return accumulated
+
+    def keep(self, more: Tensor) -> None:
+        self.accumulated = more if self.accumulated is None else self.accumulated.add_(more)

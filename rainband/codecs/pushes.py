@@ -44,6 +44,15 @@ class Unsent(NamedTuple):
     values: EncodedValues
 
 
+class SentValues(NamedTuple):
+    """A push of one block that is not answered yet."""
+
+    which: tuple[BlockSpec, tuple[int, ...]]
+    key: int
+    gradient: Tensor
+    values: Tensor  # what was sent
+
+
 class CompressedPushes:
     """Encodes the pushes of one worker; what a codec keeps is kept for each block, and each choice of parameters."""
 
@@ -54,6 +63,7 @@ class CompressedPushes:
         self.senders: dict[tuple[BlockSpec, tuple[int, ...]], Sender] = {}
         self.norms: dict[tuple[BlockSpec, tuple[int, ...]], float] = {}  # squared, of what is not sent
         self.messages = 0
+        self.unanswered: dict[tuple[int, int], SentValues] = {}  # by the number of the push and its block
 
     def encode(
         self, values: BlockValues, block: BlockSpec, absent: tuple[int, ...], numel: int, sequence: int
@@ -67,11 +77,30 @@ class CompressedPushes:
         if plain is None or not plain.is_cpu:
             plain = torch.empty(numel, dtype=getattr(torch, block.dtype))
             values.write(plain)
-        encoded = EncodedValues(sender.encode(plain, key_of(self.me, sequence, block.index)), block)
+        key = key_of(self.me, sequence, block.index)
+        before = plain.detach().float().clone() if self.codec.properties.keeps else None
+        sent = sender.encode(plain, key)
+        if before is not None:
+            self.unanswered[sequence, block.index] = SentValues(which, key, before, sent)
+        encoded = EncodedValues(sent, block)
         self.messages += 1
         if sender.unsent is not None and (which not in self.norms or not self.messages % MEASURED_EVERY):
             self.norms[which] = float(sender.unsent.square().sum())
         return encoded
+
+    def answered(self, sequence: int, block: int, is_taken: bool) -> None:
+        """Take the answer to a push. If it was refused, what it had of earlier gradients is kept again, and what it
+        has left out of its own is not: the gradient itself is dropped, or computed again by another worker.
+        """
+        sent = self.unanswered.pop((sequence, block), None)
+        if sent is None or is_taken:
+            return
+        values, sender = sent.values, self.senders[sent.which]
+        if values.dtype == torch.uint8:
+            values = self.codec.decode(values, len(sent.gradient), sent.key)
+        sender.keep(values - sent.gradient)
+        if sender.unsent is not None:
+            self.norms[sent.which] = float(sender.unsent.square().sum())
 
     @property
     def unsent_norm(self) -> float:

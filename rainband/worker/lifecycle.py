@@ -93,7 +93,9 @@ async def leave(session: Session, worker: RunningWorker) -> None:
     """After the strategy: wait for the last answers, return the leases, report statistics and buffers."""
     client, runtime = worker.client, session.runtime
     await session.model.ended(worker)
-    client.pushes.send_unsent()
+    if client.pushes.compressed is not None:  # what a refused push has sent is kept again
+        await Until("answers to its pushes", lambda: not client.pushes.in_flight)
+        client.pushes.send_unsent()
     await Until("answers to its last pushes", lambda: not client.pushes.in_flight)
     session.model.return_leases(worker)
     runtime.flush_output()

@@ -86,13 +86,15 @@ class Pushes:
         handle = self._begin(gradient)
         read = self.versions if gradient.read is None else gradient.read
         loss = gradient.loss if self.leases.plan.coordinated else 0.0
+        # Some blocks may have the batches of an earlier lease already, and ignore all that this push brings.
+        compressed = None if any(batch.lease > 1 for batch in gradient.batches) else self.compressed
         for block in servers.blocks:
             index = block.index
             absent = flat.absent(block, gradient.tensors)
             numel = block.numel_without(absent)
             values, encoded = gradient.block_values(flat, block), 0
-            if self.compressed is not None and gradient.tensors:  # none are computed for time alone
-                values = self.compressed.encode(values, block, absent, numel, handle.sequence)
+            if compressed is not None and gradient.tensors:  # none are computed for time alone
+                values = compressed.encode(values, block, absent, numel, handle.sequence)
                 encoded = values.encoded
             message = Push(
                 index,
@@ -220,6 +222,9 @@ class Pushes:
         if handle is None or ack.sequence not in unanswered:
             return False  # answered before
         unanswered.remove(ack.sequence)
+        if self.compressed is not None:
+            is_taken = ack.result in (PushResult.ACCEPTED, PushResult.DUPLICATE)
+            self.compressed.answered(ack.sequence, ack.block, is_taken)
         match ack.result:
             case PushResult.ACCEPTED | PushResult.DUPLICATE:
                 pass
