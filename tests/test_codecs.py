@@ -205,8 +205,10 @@ def test_a_vector_that_would_not_become_smaller_is_sent_as_it_is_with_the_residu
     sender = load_codec("topk:0.9").sender()
     assert sender.encode(torch.tensor([1.0, 2.0]), 1).tolist() == [1.0, 2.0]
     sender = load_codec("significant:100").sender()
-    sender.encode(torch.ones(50), 1)  # none is significant
-    assert sender.unsent is not None and sender.unsent.tolist() == [1.0] * 50
+    sender.encode(torch.tensor([2.0] + [1.0] * 49), 1)
+    assert sender.unsent is not None and sender.unsent.tolist() == [0.0] + [1.0] * 49
+    assert sender.encode(torch.tensor([1.0] + [0.0] * 49), 2).tolist() == [1.0] * 50  # all are the largest
+    assert sender.unsent is None
 
 
 def test_deep_gradient_corrects_momentum_and_masks_what_was_sent() -> None:
@@ -322,3 +324,40 @@ def test_there_are_these_codecs() -> None:
     assert codec_names() == sorted(
         ["bf16", "deep_gradient", "fp16", "powersgd", "qsgd", "randk", "sign", "significant", "ternary", "topk"]
     )
+
+
+@pytest.mark.parametrize("numel", [1, 3, 15])
+def test_the_largest_of_few_or_equal_values_is_significant(numel: int) -> None:
+    sender = load_codec("significant:4").sender()
+    sent = sender.encode(torch.ones(numel), 1)
+    values = sent if sent.dtype == torch.float32 else load_codec("significant:4").decode(sent, numel, 1)
+    assert values.sum() == numel
+
+
+@pytest.mark.parametrize("name", ["topk:0.1", "sign", "randk:0.5", "powersgd:1", "significant:2"])
+def test_values_whose_sums_are_infinite_are_sent_as_they_are(name: str) -> None:
+    codec = load_codec(name)
+    sender = codec.sender([Piece(0, 100, 10)])
+    values = torch.cat((torch.full((50,), 3e38), torch.full((50,), -1e38)))
+    for key in range(4):
+        sent = sender.encode(values, key)
+        if sent.dtype == torch.uint8:
+            assert codec.decode(sent, 100, key).isfinite().all()
+        assert sender.unsent is None or sender.unsent.isfinite().all()
+
+
+def test_powersgd_takes_matrices_whose_square_is_beyond_float32() -> None:
+    codec = load_codec("powersgd:1")
+    sender = codec.sender([Piece(0, 100, 10)])
+    values = torch.arange(1.0, 11.0).outer(torch.arange(1.0, 11.0)).view(-1) * 1e25
+    for key in range(3):
+        sent = sender.encode(values, key)
+        assert sent.dtype == torch.uint8
+        torch.testing.assert_close(codec.decode(sent, 100, key), values, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("name", codec_names())
+def test_a_parameter_without_values_is_nothing(name: str) -> None:
+    codec = load_codec(name)
+    body = codec.encode(torch.empty(0), 1, Memory())
+    assert len(codec.decode(body, 0, 1)) == 0

@@ -64,6 +64,8 @@ def as_bytes(*tensors: Tensor) -> Tensor:
 
 def numbers_in(body: Tensor, dtype: torch.dtype, start: int, count: int) -> Tensor:
     """Return numbers that lie in a body at an offset that may not be a multiple of their size."""
+    if not count:
+        return torch.empty(0, dtype=dtype)
     part = body[start : start + count * dtype.itemsize]
     if (part.storage_offset() + part.data_ptr()) % dtype.itemsize or part.storage_offset() % dtype.itemsize:
         part = part.clone()

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+SMALLEST = torch.finfo(torch.float32).tiny
+
+
 @dataclass(frozen=True)
 class PowerSgd(BiasedCodec):
     """Matrices of a low rank."""
@@ -57,7 +60,8 @@ class PowerSgd(BiasedCodec):
             if q is None:
                 generator = torch.Generator().manual_seed(number)
                 q = torch.randn(matrix.shape[1], self.rank, generator=generator)
-            p = _orthonormal(matrix @ q)
+            # Only the direction of a column counts; with its length, products of large values would be infinite.
+            p = _orthonormal(matrix @ (q / q.abs().amax(0).clamp_min(SMALLEST)))
             q = matrix.T @ p
             # A column of zeros would stay zero for ever.
             memory.tensors[number] = torch.where(q.norm(dim=0) > 0, q, torch.ones(()))

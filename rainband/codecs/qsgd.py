@@ -54,6 +54,8 @@ class Qsgd(Codec):
         return (1 << self.bits - 1) - 1
 
     def encode(self, values: Tensor, key: int, memory: Memory) -> Tensor:
+        if not len(values):
+            return torch.empty(0, dtype=torch.uint8)
         whole = len(values) // self.bucket * self.bucket
         head, rest = values[:whole].view(-1, self.bucket), values[whole:]
         scales = [head.abs().amax(1)] if whole else []

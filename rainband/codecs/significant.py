@@ -1,9 +1,9 @@
 """The significantly-modified filter of the parameter server: only values that have changed enough (Li et al. 2014).
 
-    sent: entries whose magnitude is at least `threshold` times the root mean square of the block
+    sent: entries whose magnitude is at least `threshold` times the root mean square of the block, or the largest
 
 The rest stays until it has grown (`feedback`), so how much is sent follows the values: little when few of them matter,
-all when they are alike. The paper compares each change with its parameter; a sender of gradients does not know how
+all when all are equal. The paper compares each change with its parameter; a sender of gradients does not know how
 far they will move the parameters, so here the other values of the block are the measure.
 
 Use where few values matter, such as models with sparse inputs. Avoid where bytes per message must be bounded: topk.
@@ -46,7 +46,10 @@ class Significant(BiasedCodec):
     def encode(self, values: Tensor, key: int, memory: Memory) -> Tensor:
         norm = float(torch.linalg.vector_norm(values, dtype=torch.float64))
         bound = self.threshold * norm / max(1, len(values)) ** 0.5
-        places = np.flatnonzero((values.abs() >= bound).numpy()) if norm else np.empty(0, np.int64)
+        size = values.abs()
+        # In few values, and in values that are alike, none is that large: the largest one is sent then.
+        bound = min(bound, float(size.max())) if norm else bound
+        places = np.flatnonzero((size >= bound).numpy()) if norm else np.empty(0, np.int64)
         return encode_entries(values, torch.from_numpy(places))
 
     def decode(self, body: Tensor, numel: int, key: int) -> Tensor:
