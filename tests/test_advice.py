@@ -153,6 +153,14 @@ def test_where_several_workers_compute_one_model_its_copies_count(tmp_path: Path
     )
 
 
+def test_a_codec_that_is_not_used_in_one_memory_is_named(tmp_path: Path) -> None:
+    config = RunConfig(task="digits", strategy="downpour", num_workers=2, num_servers=1, pull_codec="bf16")
+    text = " ".join(line.strip() for line in before_run(config, tmp_path))
+    assert "--pull-codec bf16 is not used here" in text
+    over_tcp = msgspec.structs.replace(config, transport="tcp")
+    assert before_run(over_tcp, tmp_path) == []
+
+
 def test_the_warning_of_linear_scaling_without_a_warm_up_has_the_rate_of_its_first_step() -> None:
     assert "a learning rate of 0.8, 8 times that of one worker" in told(
         "sync", 8, batch_per_worker=True, scaling="linear", lr=0.1

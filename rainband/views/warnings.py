@@ -22,6 +22,10 @@ CODEC_IN_MEMORY = (
     "codec {} costs time here and saves none, because all processes of this machine share memory. It pays between "
     "machines (--listen); here it shows what it does to the accuracy."
 )
+NO_PULLS = (
+    "--pull-codec {} is not used here, because workers read the parameters in the memory of this machine. It is used "
+    "between machines (--listen), and with --transport tcp."
+)
 PREFIX, WIDTH = "WARNING: ", 100
 MAX_RUNS_READ = 5  # the newest; a straggler in older runs is not found
 MAX_BYTES_READ = 1 << 22  # of events.jsonl; reading more takes longer than a warning is worth
@@ -33,8 +37,9 @@ def before_run(config: RunConfig, runs: Path) -> list[str]:
     straggler = straggler_of(config) or (last_straggler(config, runs) if config.runtime == "processes" else None)
     called = "replicas of the model" if config.stage_plan else "workers"
     texts = warnings_for(strategy, config.num_replicas, straggler, called)
-    if config.codec and config.runtime == "processes" and not config.listen and config.transport != "tcp":
-        texts.append(CODEC_IN_MEMORY.format(config.codec))
+    if config.runtime == "processes" and not config.listen and config.transport != "tcp":
+        texts += [CODEC_IN_MEMORY.format(config.codec)] if config.codec else []
+        texts += [NO_PULLS.format(config.pull_codec)] if config.pull_codec else []
     return [line for text in texts for line in _wrapped(text)]
 
 
