@@ -61,3 +61,22 @@ def test_what_a_run_took_to_a_loss_is_read_from_what_it_showed() -> None:
 def test_of_what_one_seed_never_reached_there_is_no_mean() -> None:
     assert mean_and_spread([1.0, 3.0]) == (2.0, 1.0)
     assert mean_and_spread([1.0, math.inf]) == (math.inf, 0.0)
+
+
+def test_the_tables_of_the_default_are_those_of_its_results() -> None:
+    from reproduce.default import __main__ as default
+
+    for path, text in default.tables().items():
+        assert default.written(path) == text, f"{path.name}: python -m reproduce.default --table"
+
+
+def test_the_readme_has_the_results_of_the_page() -> None:
+    from reproduce.default import __main__ as default
+
+    both = default.PAGE, default.README
+    page, short = ([row.split(" | ") for row in default.written(path).splitlines()] for path in both)
+    rows = [row for row in page if len(row) > 5][1:]
+    assert len(rows) == len(default.LOOPS) == len(short) - 2
+    for own, row in zip(short[2:], rows, strict=True):
+        assert own[1] == row[1]
+        assert all(long.startswith(value.rstrip(" |")) for value, long in zip(own[2:], row[2:5], strict=True))

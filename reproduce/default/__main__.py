@@ -2,7 +2,7 @@
 
     python -m reproduce.default                  all runs that are missing, then the table
     python -m reproduce.default --limit 5        at most five of them
-    python -m reproduce.default --table          the table of what was run
+    python -m reproduce.default --table          the tables of what was run, on the page and in the README
 
 Each run is a line of results.jsonl, so a long series can be interrupted. Workers are killed by SIGKILL at a random
 instant. All survivors must have the same result, and every sample must be accounted for.
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from reproduce.default.loops import LOOPS
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.jsonl"
 PAGE = HERE.parents[1] / "docs" / "results" / "default.md"
+README = HERE.parents[1] / "README.md"
 BEGIN, END = "<!-- table: python -m reproduce.default --table -->", "<!-- end of the table -->"
 SEEDS, LIMIT_S = 5, 600
 EXPECTED = {  # steps of one process, and the samples in them
@@ -40,6 +42,16 @@ EXPECTED = {  # steps of one process, and the samples in them
     "table": (12 * 32, 12 * 2000),
 }
 MEASURES = {"cnn": "accuracy, %", "mlp": "accuracy, %", "resnet": "accuracy, %", "frozen": "accuracy, %"}
+TITLES = {
+    "cnn": "small CNN with BatchNorm, SGD with momentum 0.9, cosine",
+    "mlp": "perceptron, SGD with momentum 0.9 and a high rate",
+    "resnet": "image classifier in the style of `imagenet/main.py`",
+    "frozen": "pretrained body that is unfrozen, AdamW, OneCycle",
+    "autoencoder": "autoencoder, accumulation, averaged parameters",
+    "graph": "graph network, Adam, clipping",
+    "language_model": "in the style of nanoGPT, AdamW",
+    "table": "regression, ReduceLROnPlateau",
+}
 DIGITS = {"autoencoder": 4, "graph": 3, "language_model": 3, "table": 4}
 
 
@@ -56,6 +68,7 @@ class Setup(NamedTuple):
 
 
 SETUPS = (Setup(), Setup(2), Setup(4), Setup(2, 1), Setup(4, 2))
+SHORT = SETUPS[:3]  # in the README
 
 
 class Wrong(Exception):
@@ -78,6 +91,7 @@ def run(loop: str, setup: Setup, seed: int) -> dict[str, Any]:
             raise Wrong(f"{loop}, {setup}, seed {seed}: exit code {done.returncode}\n{done.stderr[-3000:]}")
         found = [json.loads(file.read_text(encoding="utf-8")) for file in Path(folder).glob("*.json")]
         line = {"loop": loop, "setup": str(setup), "seed": seed, "found": found[0], "seconds": round(seconds, 1)}
+        line["commit"] = commit()
         if setup.workers:
             line["accounting"] = check(loop, setup, found, json.loads(done.stdout))
         return line
@@ -93,6 +107,12 @@ def check(loop: str, setup: Setup, found: list[float], report: dict[str, Any]) -
     if (account["rounds"], account["applied"]) != EXPECTED[loop] or account["skipped"] or account["not_seen"]:
         raise Wrong(f"expected {EXPECTED[loop]} rounds and samples: {account}")
     return account
+
+
+def commit() -> str:
+    """Return the commit of the code that runs here."""
+    git = ["git", "-C", str(HERE), "rev-parse", "--short=7", "HEAD"]
+    return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
 
 
 # ---- results ----
@@ -125,14 +145,16 @@ class Row(NamedTuple):
         error = math.sqrt(statistics.variance(plain) / len(plain) + statistics.variance(own) / len(own))
         return (statistics.fmean(own) - statistics.fmean(plain)) / max(error, 1e-12)
 
-    def shown(self, setup: Setup) -> str:
-        values = self.values.get(str(setup), [])
-        digits = DIGITS.get(self.loop, 2)
+    def mean(self, setup: Setup) -> str:
+        values, digits = self.values.get(str(setup), []), DIGITS.get(self.loop, 2)
         if len(values) < 2:
-            return f"{values[0]:.{digits}f} [1 seed]" if values else "-"
-        text = f"{statistics.fmean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}"
-        if len(values) < SEEDS:
-            text += f" [{len(values)} seeds]"
+            return f"{values[0]:.{digits}f}" if values else "-"
+        return f"{statistics.fmean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}"
+
+    def shown(self, setup: Setup) -> str:
+        values, text = self.values.get(str(setup), []), self.mean(setup)
+        if 0 < len(values) < SEEDS:
+            text += f" [{len(values)} seed{'s' * (len(values) > 1)}]"
         return f"{text} ({self.deviation(setup):+.1f})" if setup.workers and len(values) > 2 else text
 
 
@@ -150,13 +172,52 @@ def rows() -> list[Row]:
 
 
 def table() -> str:
-    """Return the table of the page."""
-    head = ["loop", "measure", *map(str, SETUPS)]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    """Return the table of the page, and what it was made from."""
+    lines = _head(["loop", "measure", *map(str, SETUPS)])
     for row in rows():
         shown = [row.loop, MEASURES.get(row.loop, "loss"), *(row.shown(setup) for setup in SETUPS)]
         lines.append("| " + " | ".join(shown) + " |")
+    return "\n".join([*lines, "", runs_in_words()])
+
+
+def short_table() -> str:
+    """Return the table of the README."""
+    lines = _head(["script", "measure", *map(str, SHORT)])
+    for row in rows():
+        shown = [TITLES[row.loop], MEASURES.get(row.loop, "loss"), *(row.mean(setup) for setup in SHORT)]
+        lines.append("| " + " | ".join(shown) + " |")
     return "\n".join(lines)
+
+
+def _head(names: list[str]) -> list[str]:
+    return ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+
+
+def runs_in_words() -> str:
+    """Say how many runs there are, and which code they ran with."""
+    lines = read()
+    commits = Counter(line["commit"] for line in lines)
+    of_each = Counter(Counter((line["loop"], line["setup"]) for line in lines).values())
+    cells = ", ".join(f"{cells} have {seeds} seeds" for seeds, cells in sorted(of_each.items(), reverse=True))
+    total = len(LOOPS) * len(SETUPS)
+    by = ", ".join(f"{count} with `{commit}`" for commit, count in commits.items())
+    return f"{len(lines)} of {total * SEEDS} runs; of {total} cells, {cells}. Runs by commit of the code: {by}."
+
+
+def tables() -> dict[Path, str]:
+    """Return the generated part of each file."""
+    return {PAGE: table(), README: short_table()}
+
+
+def written(path: Path) -> str:
+    """Return what is written in the generated part of a file."""
+    return path.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].strip()
+
+
+def write() -> None:
+    for path, text in tables().items():
+        before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+        path.write_text(f"{before}{begin}\n\n{text}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
 
 
 def main() -> None:
@@ -165,7 +226,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=10**6, help="the largest number of runs")
     parser.add_argument("--loops", nargs="*", choices=LOOPS, default=list(LOOPS))
     parser.add_argument("--plain", action="store_true", help="only plain PyTorch")
-    parser.add_argument("--table", action="store_true", help="only write the table into docs/results/default.md")
+    parser.add_argument("--table", action="store_true", help="only write the tables")
     asked = parser.parse_args()
     failed = 0
     if not asked.table:
@@ -183,9 +244,7 @@ def main() -> None:
             with RESULTS.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
             print(f"{loop:15} {setup!s:20} seed {seed}: {line['found']:.5g} after {line['seconds']} s", flush=True)
-    page = PAGE.read_text(encoding="utf-8")
-    before, _, rest = page.partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    write()
     print(table())
     if failed:
         raise SystemExit(f"{failed} runs were wrong")
