@@ -45,11 +45,11 @@ MEASURES = {"cnn": "accuracy, %", "mlp": "accuracy, %", "resnet": "accuracy, %",
 TITLES = {
     "cnn": "small CNN with BatchNorm, SGD with momentum 0.9, cosine",
     "mlp": "perceptron, SGD with momentum 0.9 and a high rate",
-    "resnet": "image classifier in the style of `imagenet/main.py`",
+    "resnet": "image classifier in the style of the ImageNet example",
     "frozen": "pretrained body that is unfrozen, AdamW, OneCycle",
     "autoencoder": "autoencoder, accumulation, averaged parameters",
     "graph": "graph network, Adam, clipping",
-    "language_model": "in the style of nanoGPT, AdamW",
+    "language_model": "language model in the style of nanoGPT, AdamW",
     "table": "regression, ReduceLROnPlateau",
 }
 DIGITS = {"autoencoder": 4, "graph": 3, "language_model": 3, "table": 4}
