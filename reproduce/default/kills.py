@@ -29,7 +29,7 @@ from reproduce.default.counted import EPOCHS, LOSSES, SAMPLES, STEPS, rate
 LOOP = Path(__file__).parent / "counted.py"
 RAINBAND = [sys.executable, "-c", "from rainband.cli.main import main; main()"]
 FAILURE_TIMEOUT_S, LIMIT_S = 1.0, 120.0
-STEP_S, STEP_IF_JOINED_S = 0.02, 0.12  # a worker that joins takes seconds to start
+STEP_S, STEP_IF_JOINED_S = 0.02, 0.25  # a worker that joins takes seconds to start
 
 
 class Disturbed:
@@ -193,7 +193,7 @@ def main() -> None:
             wrong = run.problems()
             caught_up += run.caught_up
         bad += bool(wrong)
-        result = ("WRONG" if wrong else "ok") + (f", {run.more} steps more" if run.more else "")
+        result = ("WRONG" if wrong else "ok") + (f", {run.more} more steps" if run.more else "")
         print(f"run {number} ({run.loss}) {result}: {', '.join(run.log)}", *wrong, sep="\n  ", flush=True)
         number += 1
     counted = ", ".join(f"{done[kind]} {kind}s" for kind in wanted) + f" ({caught_up} of these came to the end)"
