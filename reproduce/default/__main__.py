@@ -198,10 +198,10 @@ def runs_in_words() -> str:
     lines = read()
     commits = Counter(line["commit"] for line in lines)
     of_each = Counter(Counter((line["loop"], line["setup"]) for line in lines).values())
-    cells = ", ".join(f"{cells} have {seeds} seeds" for seeds, cells in sorted(of_each.items(), reverse=True))
+    results = ", ".join(f"{number} have {seeds} seeds" for seeds, number in sorted(of_each.items(), reverse=True))
     total = len(LOOPS) * len(SETUPS)
     by = ", ".join(f"{count} with `{commit}`" for commit, count in commits.items())
-    return f"{len(lines)} of {total * SEEDS} runs; of {total} cells, {cells}. Runs by commit of the code: {by}."
+    return f"{len(lines)} of {total * SEEDS} runs; of {total} results, {results}. Runs by commit of the code: {by}."
 
 
 def tables() -> dict[Path, str]:

@@ -27,7 +27,7 @@ from reproduce.default.loops import Plain
 
 SAMPLES, BATCH, EPOCHS, WIDTH = 488, 16, 4, 400  # 30 batches of 16, and one of 8
 STEPS = EPOCHS * -(-SAMPLES // BATCH)
-JUDGED = 5  # after so many batches, the workers know whether a loss is a mean or a sum
+JUDGED = 5  # batches after which the workers know whether a loss is a mean or a sum
 LOSSES = ("mean", "sum")
 
 
