@@ -104,7 +104,9 @@ def check(loop: str, setup: Setup, found: list[float], report: dict[str, Any]) -
     if len(set(found)) > 1:
         raise Wrong(f"the workers have different results: {found}")
     account = report["accounting"]["samples"]
-    if (account["rounds"], account["applied"]) != EXPECTED[loop] or account["skipped"] or account["not_seen"]:
+    steps, samples = EXPECTED[loop]
+    more = account["rounds"] - steps  # for samples that a killed worker had in the last batch of a pass
+    if not 0 <= more <= setup.killed or account["applied"] != samples or account["skipped"] or account["not_seen"]:
         raise Wrong(f"expected {EXPECTED[loop]} rounds and samples: {account}")
     return account
 
