@@ -115,6 +115,18 @@ def test_what_was_kept_goes_with_the_last_contribution() -> None:
     assert one.stats.unsent_norm == 0
 
 
+def test_a_member_that_missed_a_round_keeps_nothing_and_counts_it() -> None:
+    one, area = exchange("topk:0.1", 1), torch.zeros(400, dtype=torch.uint8)
+    one.encode([torch.ones(100)], area, position=1)
+    one.forget()
+    assert one.stats.unsent_norm == pytest.approx(90**0.5)
+    one.last = True
+    tensors = [torch.zeros(100)]
+    one.encode(tensors, area, position=2)
+    assert not tensors[0].any()  # what others have computed again is not sent
+    assert one.stats.unsent_norm == pytest.approx(90**0.5)
+
+
 def test_a_gradient_that_is_not_finite_arrives_as_it_is() -> None:
     one, area = exchange("topk:0.1", 1), torch.zeros(400, dtype=torch.uint8)
     tensors = [torch.full((100,), torch.nan)]

@@ -7,6 +7,7 @@ contribution, nothing is lost: what a codec keeps is added to the next one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -30,6 +31,7 @@ class EncodedExchange:
         self.plain = False  # contributions are sent as they are, without what was kept
         self.last = False  # the next contribution is sent as it is, with all that was kept
         self.contributions = 0
+        self.forgotten = 0.0  # squared norm of what was kept and will not be sent
 
     @torch.no_grad()
     def encode(
@@ -91,9 +93,17 @@ class EncodedExchange:
                 tensors[i] = values.view(of.shape).to(of.dtype)
         return tensors
 
+    def forget(self) -> None:
+        """Keep nothing: a part of it belongs to gradients that others have computed again. It is counted as lost."""
+        self.stats.unsent_norm = self._norm()
+        self.forgotten = self.stats.unsent_norm**2
+        self.senders.clear()
+
     def _norm(self) -> float:
+        """Return the norm of what is not sent, with what will never be."""
         kept = [sender.unsent for sender in self.senders.values() if sender.unsent is not None]
-        return float(torch.stack([values.square().sum() for values in kept]).sum()) ** 0.5 if kept else 0.0
+        norm = float(torch.stack([values.square().sum() for values in kept]).sum()) if kept else 0.0
+        return math.sqrt(norm + self.forgotten)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -168,30 +168,36 @@ class RoundMember:
         self.sources = -1 if row is None else sum(w > 0 for w in row([m.rank for m in self.view.members])) - 1
         headers: Headers | None = yield from self._exchange("mean", tensors, weight, numbers, scalars)
         if headers is None:
-            return Outcome(False)
+            return self._missed()
         round_.has_published = True
         good = up_to_date(headers)
         if self.rank not in good:
             yield from self._follow(headers)
-            return Outcome(False)  # it has missed a step, and would mix its old parameters with new gradients
+            return self._missed()  # it has missed a step, and would mix its old parameters with new gradients
         given = [q for q in sorted(good) if headers[q].kind == "mean"]
         target = position(self.view.where, round_.num_exchanges)
         weights = [headers[q].weight for q in given] if row is None else row(given)
         areas = [self._tensors(q, headers[q], target) for q in given]
         if any(area is None for area in areas):
             yield None
-            return Outcome(False)  # it was excluded, and what it has read has changed meanwhile
+            return self._missed()  # it was excluded, and what it has read has changed meanwhile
         read = [area for area in areas if area is not None]
         contributions = given_by(given, weights, [headers[q].present for q in given], read)
         yield None
         total = self.average(tensors, self.rank, contributions)
         yield None
         if member.ends():  # no other member waited for this one: areas may have changed while it read them
-            return Outcome(False)
+            return self._missed()
         member.count += 1
         round_.has_averaged |= headers is round_.averaged
         round_.divide_missing(headers)
         return Outcome(True, total, headers[leader_of(headers)].numbers, means(headers, given))
+
+    def _missed(self) -> Outcome:
+        """Note that the others go on without this member, whose contribution they may have taken or computed again."""
+        if self.encoded is not None:
+            self.encoded.forget()
+        return Outcome(False)
 
     def _tensors(self, rank: int, header: Header, target: int) -> Sequence[Tensor] | None:
         """Return the tensors that a member has published; None if this member was excluded while it read them."""
