@@ -11,7 +11,7 @@ SITE_TOOLS := .venv/.site_tools
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all check format docs bench clean
+.PHONY: help setup train test test-all check format docs bench reproduce clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 \t\2/p' Makefile | expand -t 18
@@ -56,6 +56,9 @@ docs: $(SITE_TOOLS)  ## write the generated pages, and build the documentation s
 bench: $(READY)  ## run all benchmarks on this machine
 	@echo "bench: all"
 	@$(BIN)/rainband bench all
+
+reproduce: $(READY)  ## measure all claims of papers anew, in hours; what is finished is kept in build/reproduce
+	@$(BIN)/python -m reproduce all --results build/reproduce --resume
 
 clean:  ## remove .venv and caches; runs stay
 	@rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache build dist site

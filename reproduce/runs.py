@@ -6,11 +6,13 @@ import argparse
 import math
 import statistics
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rainband.fit import fit
 from rainband.plugins import load_strategy
 from rainband.protocol import events
 from rainband.runtimes.config import RunConfig, SimSettings
@@ -18,8 +20,10 @@ from rainband.runtimes.simulation import run as sim
 from rainband.runtimes.simulation.models.cluster_model import ClusterModel, compute_model
 from rainband.runtimes.simulation.models.network import NetworkModel
 from rainband.runtimes.simulation.run import SimulatedResult
+from rainband.tasks.load import load_task
 
 FIGURES = Path(__file__).parent / "figures"
+TASKS: dict[str, dict[str, Any]] = {"digits": {}, "mlp": {"parameters": "0.1M", "samples": 16384}}
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,7 @@ def simulate(
     with tempfile.TemporaryDirectory() as folder:
         config = RunConfig(
             task=task,
+            task_settings=TASKS[task],
             strategy=strategy,
             strategy_settings=settings,
             num_workers=workers,
@@ -101,6 +106,43 @@ def simulate(
     fewer_bytes = (pushed + saved) / pushed if pushed else 1.0
     waited_s = sum(progress[-1].waited_s.values()) if progress else 0.0
     return Done(result, losses, waited_s, staleness, samples, fewer_bytes)
+
+
+def train(
+    task: str,
+    strategy: str,
+    workers: int,
+    seed: int,
+    *,
+    epochs: int,
+    batch_size: int,
+    codec: str = "",
+    servers: int | None = None,
+    **settings: Any,
+) -> dict[str, float]:
+    """Train in real processes; return the error in percent and what the run counted of bytes."""
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a run that diverged has its error
+        result = fit(
+            load_task(task, TASKS[task]),
+            load_strategy(strategy, settings),
+            workers,
+            servers,
+            epochs=epochs,
+            batch_size=batch_size,
+            seed=seed,
+            codec=codec or None,
+            threads=1,
+            checkpoint_every=0,
+            runs=folder,
+        )
+    last = result.history[-1]
+    accuracy = 100 * result.metrics["accuracy"]
+    return {
+        "error": 100 - accuracy if accuracy == accuracy else 90.0,
+        "pushed_mb": last.pushed_bytes / 1e6,
+        "fewer_bytes": (last.pushed_bytes + last.saved_bytes) / max(1, last.pushed_bytes),
+    }
 
 
 def over_seeds(seeds: Iterable[int], one: Callable[[int], float]) -> tuple[float, float]:

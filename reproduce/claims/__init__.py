@@ -1,0 +1,1 @@
+"""One file for each claim: CLAIM says what is claimed, how a point is measured, and what decides."""
