@@ -26,7 +26,9 @@ def last_of(run: Run) -> NodesMeasured:
 
 def test_the_columns_are_what_workers_and_servers_have_reported() -> None:
     run = running(num_workers=2, num_servers=2)
-    run.heartbeats(0, samples=6, waited_s=0.5, cpu_s=2.0, pushed_bytes=40, waited_for={1: 0.25}, waiting=True)
+    run.heartbeats(
+        0, samples=6, waited_s=0.5, cpu_s=2.0, pushed_bytes=40, waited_for={1: 0.25}, waiting=True, memory_bytes=9
+    )
     run.heartbeats(1, samples=2, pulled_bytes=80)
     run.report(0, 4, staleness={0: {0: 1, 3: 2}, 1: {4: 1}}, missed=(Missed(0, 4, 10, 4),))
     run.report(1, 3, staleness={0: {200: 1}})
@@ -41,6 +43,7 @@ def test_the_columns_are_what_workers_and_servers_have_reported() -> None:
     assert (event.waiting, event.waited_for) == ((0,), ((0, 1, 0.25),))
     assert (event.updates, event.blocks) == ((4, 3), ((2.5, 4),))
     assert event.accounting["applied"] == 3
+    assert (event.memory_bytes, event.server_memory_bytes) == ((9, 0), (0, 0))
     assert run.coordinator.reporting.cpu_s() == 2.0
 
 

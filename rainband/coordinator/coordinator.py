@@ -207,7 +207,7 @@ class Coordinator:
     def _server_lives(self, sender: Peer, heartbeat: Heartbeat) -> list[CoordinatorOutput]:
         server = self.state.servers.get(sender.index)
         if server is not None and server.peer == sender:
-            server.cpu_s = heartbeat.cpu_s
+            server.cpu_s, server.memory_bytes = heartbeat.cpu_s, heartbeat.memory_bytes
         return []
 
     def _reported_rounds(self, sender: Peer, report: Report, now: float) -> list[CoordinatorOutput]:

@@ -72,6 +72,7 @@ class NodeReport:
                 if rank in counted:
                     counted[rank].add(histogram)
         pairs = [(rank, other, s) for rank, w in shown.items() for other, s in w.heartbeat.waited_for.items()]
+        servers = [server for _, server in sorted(self.state.servers.items())]
         blocks = sorted((missed for report in reports for missed in report.missed), key=lambda missed: missed.block)
         return NodesMeasured(
             at_s=now,
@@ -91,12 +92,15 @@ class NodeReport:
                 sorted((rank, other, round(s, 6)) for rank, other, s in sorted(pairs, key=_seconds)[-MAX_PAIRS:])
             ),
             all_staleness=everyone.binned(),
-            updates=tuple(s.report.updates if s.report else 0 for _, s in sorted(self.state.servers.items())),
+            updates=tuple(server.report.updates if server.report else 0 for server in servers),
             blocks=tuple(
                 (round(missed.total / missed.pushes, 4) if missed.pushes else 0.0, missed.most)
                 for missed in blocks[:MAX_BLOCKS]
             ),
             accounting=msgspec.to_builtins(accounting) if accounting else {},
+            memory_bytes=tuple(h.memory_bytes for h in heartbeats),
+            server_cpu_s=_rounded(server.cpu_s for server in servers),
+            server_memory_bytes=tuple(server.memory_bytes for server in servers),
         )
 
 

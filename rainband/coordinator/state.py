@@ -168,6 +168,7 @@ class ServerState:
     silent_s: float = 0.0  # since its last message
     reported_silent: bool = False
     cpu_s: float = 0.0  # of the processor, used so far
+    memory_bytes: int = 0  # of the process, in use now
 
     def begins_to_flush(self) -> bool:
         """Return True if it is to be asked: its answer is not awaited."""

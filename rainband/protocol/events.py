@@ -189,6 +189,7 @@ class Progress(Event, frozen=True):
 STALENESS_BINS = (0, 1, 2, 3, 5, 9, 17, 33, 65, 129)
 
 
+# size: one column for each number that views show
 class NodesMeasured(Event, frozen=True):
     """The work of each worker and server so far, in columns; comes beside Progress, but may be rarer.
 
@@ -212,6 +213,9 @@ class NodesMeasured(Event, frozen=True):
     updates: tuple[int, ...]  # applied by each server
     blocks: tuple[tuple[float, int], ...]  # mean and largest staleness of the first blocks
     accounting: dict[str, object]  # the batch accounting so far
+    memory_bytes: tuple[int, ...] = ()  # in use now, without what processes share; 0 in a simulation
+    server_cpu_s: tuple[float, ...] = ()
+    server_memory_bytes: tuple[int, ...] = ()
 
 
 class EndCause(IntEnum):

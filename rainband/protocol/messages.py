@@ -544,6 +544,7 @@ class SampleAccount(msgspec.Struct, frozen=True):
     drifted: int = 0  # of these, because its parameters differed
 
 
+# size: one field for each statistic of a worker
 class Heartbeat(Message, frozen=True, tag=111):
     """A worker is alive; its acknowledged pushes show that it makes progress."""
 
@@ -567,6 +568,7 @@ class Heartbeat(Message, frozen=True, tag=111):
     cpu_s: float = 0.0  # of the processor, used by the process so far
     saved_bytes: int = 0  # that codecs have not sent
     unsent_norm: float = 0.0  # of what a codec has kept of earlier gradients
+    memory_bytes: int = 0  # of the process, in use now
 
 
 class Finish(Message, frozen=True, tag=112):

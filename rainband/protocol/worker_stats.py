@@ -32,7 +32,7 @@ class Stats:
     waited_s: float = 0.0  # seconds spent waiting, for whatever it was
     account: SampleAccount | None = None  # of workers that share each batch
     disagreement: float | None = None  # of workers with models of their own
-    cpu_clock: Callable[[], float] | None = None  # of this process; none: not measured
+    usage: Callable[[], tuple[float, int]] | None = None  # seconds of the processor and bytes of memory of this process
 
     def waited(self, seconds: float) -> None:
         """Record a finished wait, and the worker that was waited for, if known."""
@@ -48,6 +48,7 @@ class Stats:
     def heartbeat(self) -> Heartbeat:
         """Return the numbers so far; the loss is that of the time since the last heartbeat."""
         loss_sum, samples, self.loss_sum, self.loss_samples = self.loss_sum, self.loss_samples, 0.0, 0
+        cpu_s, memory_bytes = (0.0, 0) if self.usage is None else self.usage()
         return Heartbeat(
             acked=self.acked,
             waiting=self.waiting,
@@ -68,5 +69,6 @@ class Stats:
             held_by=self.held_by if self.waiting else None,
             account=self.account,
             disagreement=self.disagreement,
-            cpu_s=0.0 if self.cpu_clock is None else self.cpu_clock(),
+            cpu_s=cpu_s,
+            memory_bytes=memory_bytes,
         )

@@ -33,6 +33,7 @@ from rainband.server.server import Server
 from rainband.strategy import ServerPart, Strategy
 from rainband.transports.connect import connect, is_here, listen_tcp, listen_unix, this_machine
 from rainband.transports.connection import Connection
+from rainband.transports.coordinator_link import memory_in_use
 from rainband.transports.hub import Hub
 from rainband.transports.shared_memory import Mailbox, Published
 
@@ -138,7 +139,7 @@ class ServerProcess:
             self.writer.advance(partial(self.hub.send, COORDINATOR))
             if time.monotonic() - heartbeat_at > timeout_s / 5:
                 heartbeat_at = time.monotonic()
-                self.hub.send(COORDINATOR, messages.Heartbeat(cpu_s=time.process_time()))
+                self.hub.send(COORDINATOR, messages.Heartbeat(cpu_s=time.process_time(), memory_bytes=memory_in_use()))
         self.hub.close()
 
     def _listen(self, unix: str) -> Address:

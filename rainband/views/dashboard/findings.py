@@ -17,6 +17,8 @@ MAX_LOST = 64  # of very many workers
 MUCH_HELD = 0.2  # of all waiting, because of one worker
 WORTH_A_WORD_S = 0.05  # of waiting in all, per worker
 MANY_WAIT = 0.3  # of the time
+NEARLY_ALL = 0.8  # of the work, by one of several workers
+FEW_BATCHES = 20  # so few say nothing about shares
 
 
 class Level(StrEnum):
@@ -114,7 +116,13 @@ def accounting_of(folded: Folded) -> Mapping[str, Any]:
 
 def sentences(folded: Folded, workers: Mapping[int, WorkerFacts], state: str) -> list[Sentence]:
     """Return what stands out, the worst first."""
-    found = [*_failures(folded, state), *_slow_ones(workers), *_waits(folded, workers), *_skipped(folded)]
+    found = [
+        *_failures(folded, state),
+        *_nearly_all(folded),
+        *_slow_ones(workers),
+        *_waits(folded, workers),
+        *_skipped(folded),
+    ]
     if not found and folded.so_far.last is not None:
         found = [Sentence(Level.GOOD, _nothing(folded, workers))]
     return found[:MAX_SENTENCES]
@@ -139,6 +147,20 @@ def _failures(folded: Folded, state: str) -> list[Sentence]:
         more = f" and {len(gone) - 2} more" if len(gone) > 2 else ""
         found.append(Sentence(Level.BAD, f"Lost or inactive: {', '.join(named)}{more}."))
     return found
+
+
+def _nearly_all(folded: Folded) -> list[Sentence]:
+    """Return a warning if one worker does nearly all of the work."""
+    nodes, last = folded.nodes, folded.so_far.last
+    if nodes is None or last is None or last.batches_done < FEW_BATCHES or len(nodes.workers) < 2:
+        return []
+    most = max(range(len(nodes.workers)), key=lambda k: nodes.samples[k])
+    share = nodes.samples[most] / max(1, sum(nodes.samples))
+    if share < NEARLY_ALL:
+        return []
+    others = "the other worker has" if len(nodes.workers) == 2 else f"the {len(nodes.workers) - 1} others have"
+    text = f"Worker {nodes.workers[most]} has done {int(100 * share)} % of the work; {others} hardly helped."
+    return [Sentence(Level.WARN, text)]
 
 
 def _slow_ones(workers: Mapping[int, WorkerFacts]) -> list[Sentence]:

@@ -1,0 +1,1 @@
+"""Commands about runs that run now: list them, stop one, see what its processes do."""

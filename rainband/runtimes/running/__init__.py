@@ -1,0 +1,1 @@
+"""Runs that run now on this machine, found and changed from another process."""

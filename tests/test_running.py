@@ -1,0 +1,156 @@
+"""Runs that run now: found on this machine, explained, stopped from another process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from rainband.cli.main import build_app
+from rainband.protocol import events
+from rainband.runtimes.running.processes import NodeProcess, RunningRun, find_running, processes_of, running_runs
+from rainband.views.dashboard.fold import Folded
+from rainband.views.running_text import top, why_it_waits
+from tests.dashboard_runs import made_run, written
+from tests.processes import RunLauncher, wait_for
+
+A, B = RunningRun(Path("/a/20261119-digits"), 1), RunningRun(Path("/b/20261118-fashion"), 2)
+
+
+def folded(made: list[events.AnyEvent]) -> Folded:
+    one = Folded()
+    for event in made:
+        one.absorb(event)
+    return one
+
+
+def row_of(lines: list[str], first: str) -> list[str]:
+    return next(line.split() for line in lines if line.startswith(f"{first} "))  # workers come before servers
+
+
+def said(*words: str | Path) -> tuple[int, str, str]:
+    result = CliRunner().invoke(build_app(), list(map(str, words)), prog_name="rainband")
+    return result.exit_code, result.stdout, result.stderr
+
+
+# ---- names ----
+
+
+def test_a_running_run_is_found_by_its_name_its_beginning_and_its_directory() -> None:
+    assert find_running("last", [A, B]) is A
+    assert find_running("20261118-fashion", [A, B]) is find_running("/b/20261118-fashion", [A, B]) is B
+    assert find_running("20261119", [A, B]) is A
+    assert find_running("2025", [A, B]) is find_running("last", []) is None
+    with pytest.raises(ValueError, match="202611 is 2 running runs"):
+        find_running("202611", [A, B])
+
+
+# ---- what the processes of a run do ----
+
+
+def test_top_shows_the_share_the_bytes_and_the_longest_wait_of_each_worker() -> None:
+    lines = top(folded(made_run(2, 4)), "finished", "mine", {})
+    assert lines[0].startswith("mine: digits with digits: 2 workers and 2 servers")
+    assert row_of(lines, "0")[:3] == ["0", "50", "%"]
+    assert "waited longest for worker 0: 1.6 s" in "\n".join(lines)
+    assert row_of(lines, "0").count("kB") == 2  # sent and received
+    assert [line.split() for line in lines[-2:]] == [["0", "8"], ["1", "8"]]  # the servers' updates
+
+
+def test_top_names_the_process_that_is_waited_for_and_why() -> None:
+    made = made_run(2, 4)[:-3]  # it still runs, and worker 1 waits
+    progress = next(event for event in reversed(made) if isinstance(event, events.Progress))
+    bounded = msgspec.structs.replace(progress, waiting_for={1: 0}, staleness_bound=2.0, staleness_unit="clocks")
+    lines = top(folded([bounded if event is progress else event for event in made]), "running", "mine", {})
+    assert any(line.endswith("waits for worker 0: it is ahead by the bound of 2 clocks") for line in lines)
+    assert any(line.endswith("; others have waited 1.6 s for it") for line in lines)
+
+
+def test_top_shows_stopped_and_lost_processes() -> None:
+    made = [*made_run(3, 8)[:-3], events.Lost(at_s=10.0, node="worker 2", why="killed by signal 9")]
+    here = {"worker 1": NodeProcess("worker 1", 4711, 5_000_000, True, 0.0)}
+    lines = top(folded(made), "running", "mine", here)
+    assert "bad: Stopped by a signal: worker 1." in lines
+    line = next(line for line in lines if line.startswith("1 "))
+    assert "4711" in line and line.endswith("is stopped by a signal: kill -CONT continues it")
+    assert any(line.startswith("2 ") and line.endswith("lost: killed by signal 9") for line in lines)
+
+
+def test_top_of_many_workers_fits_on_the_screen_and_keeps_the_lost_ones() -> None:
+    made = [*made_run(100, 8)[:-3], events.Lost(at_s=10.0, node="worker 77", why="gone")]
+    lines = top(folded(made), "running", "mine", {}, height=24)
+    assert len(lines) <= 24
+    assert any(line.startswith("77 ") for line in lines) and any("other workers" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("phase", "changes", "why"),
+    [
+        ("flushing", {}, "the run is flushing"),
+        ("running", {"disagreement": 0.5}, "a mean needs the models of all"),
+        ("running", {"staleness_bound": 3.0, "staleness_unit": "tasks"}, "it is ahead by the bound of 3 tasks"),
+        ("running", {}, "for parameters, or for batches to compute"),
+    ],
+)
+def test_the_reason_of_a_wait_is_that_of_the_strategy(phase: str, changes: dict[str, object], why: str) -> None:
+    so_far = folded(made_run(2, 4)[:-3]).so_far
+    so_far.phase = phase
+    assert so_far.last is not None
+    so_far.progress.append(msgspec.structs.replace(so_far.last, **changes))
+    assert why_it_waits(so_far) == why
+
+
+def test_one_worker_that_does_nearly_all_is_a_warning() -> None:
+    made = made_run(3, 12)
+    nodes = next(event for event in reversed(made) if isinstance(event, events.NodesMeasured))
+    uneven = msgspec.structs.replace(nodes, samples=(10, 85, 5))
+    text = "warn: Worker 1 has done 85 % of the work; the 2 others have hardly helped."
+    assert text in top(folded([uneven if event is nodes else event for event in made]), "finished", "mine", {})
+    assert not [line for line in top(folded(made), "finished", "mine", {}) if "hardly" in line]
+
+
+def test_top_reads_a_finished_run_and_says_the_same_to_programs(tmp_path: Path) -> None:
+    written(tmp_path / "runs" / "one", made_run(2, 4))
+    code, out, _ = said("top", "one", "--runs", tmp_path / "runs")
+    assert code == 0 and "finished: " in out
+    code, out, _ = said("top", "one", "--runs", tmp_path / "runs", "--json")
+    record = json.loads(out)
+    assert (record["state"], [row["worker"] for row in record["workers"]]) == ("finished", ["0", "1"])
+
+
+def test_a_run_that_has_ended_cannot_be_stopped(tmp_path: Path) -> None:
+    written(tmp_path / "runs" / "one", made_run(2, 4))
+    code, _, err = said("stop", "one", "--runs", tmp_path / "runs")
+    assert code == 2 and "one does not run: it is finished." in err
+
+
+# ---- a real run ----
+
+
+@pytest.mark.processes
+def test_a_run_is_listed_explained_and_stopped_from_outside(launcher: RunLauncher, tmp_path: Path) -> None:
+    with launcher.run(tmp_path) as run:
+        run.under_way()
+        (found,) = [one for one in running_runs() if one.directory == run.directory]
+        assert found.pid == run.launcher
+        nodes = processes_of(found)
+        assert list(nodes) == ["server 0", "server 1", "worker 0", "worker 1"]
+        assert all(node.memory_bytes > 1_000_000 and not node.is_stopped for node in nodes.values())
+        os.kill(nodes["worker 1"].pid, signal.SIGSTOP)
+        wait_for(lambda: processes_of(found)["worker 1"].is_stopped, "a stopped worker")
+        _, out, _ = said("top", run.directory)
+        assert "bad: Stopped by a signal: worker 1." in out
+        os.kill(nodes["worker 1"].pid, signal.SIGCONT)
+        record = next(one for one in json.loads(said("ps", "--json")[1]) if one["directory"] == str(run.directory))
+        assert (record["pid"], len(record["processes"])) == (found.pid, 4)
+        code, out, _ = said("stop", run.directory, "--no-wait")
+        assert code == 0
+        run.first(events.PhaseChanged, phase="finishing", reason="interrupted")
+        run.gate.open()
+        assert run.ended() == 130
+        assert not [one for one in running_runs() if one.directory == run.directory]
