@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from rainband.errors import CoordinatorLost, RainbandError
 from rainband.protocol.messages import Message, decode, encode
@@ -15,22 +13,13 @@ from rainband.protocol.worker_stats import Stats
 from rainband.transports.event_loop import EventLoop, readable_within
 from rainband.transports.frames import Frame, pack
 from rainband.transports.link import ThreadedLink
+from rainband.transports.process_usage import process_usage
 
 EARLY_HEARTBEATS_S = (0.05, 0.05, 0.1, 0.2, 0.4)  # after a worker's first step
 LOOK_EVERY_S = 0.05  # for the first step
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 MAX_BODY_BYTES = 1 << 40  # of a worker's buffers, which both ends have in memory: no limit in practice
 
 Deliver = Callable[[Message, memoryview | None], None]
-
-
-def memory_in_use() -> int:
-    """Return the bytes of memory that this process uses, without files and memory that it shares; 0: not known."""
-    try:
-        _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
-    except OSError:
-        return 0
-    return (int(resident) - int(shared)) * PAGE_BYTES
 
 
 class CoordinatorLink(ThreadedLink):
@@ -45,7 +34,7 @@ class CoordinatorLink(ThreadedLink):
         self.heartbeat_s = heartbeat_s
         self.heartbeat_at = time.monotonic()
         self.early = list(EARLY_HEARTBEATS_S)
-        stats.usage = lambda: (time.process_time(), memory_in_use())
+        stats.usage = process_usage
         self.sending = threading.Lock()  # the worker's thread and the heartbeats both send
         self.start_receiving()
 

@@ -33,8 +33,8 @@ from rainband.server.server import Server
 from rainband.strategy import ServerPart, Strategy
 from rainband.transports.connect import connect, is_here, listen_tcp, listen_unix, this_machine
 from rainband.transports.connection import Connection
-from rainband.transports.coordinator_link import memory_in_use
 from rainband.transports.hub import Hub
+from rainband.transports.process_usage import process_usage
 from rainband.transports.shared_memory import Mailbox, Published
 
 MAX_BODY_BYTES = 1 << 26
@@ -139,7 +139,8 @@ class ServerProcess:
             self.writer.advance(partial(self.hub.send, COORDINATOR))
             if time.monotonic() - heartbeat_at > timeout_s / 5:
                 heartbeat_at = time.monotonic()
-                self.hub.send(COORDINATOR, messages.Heartbeat(cpu_s=time.process_time(), memory_bytes=memory_in_use()))
+                cpu_s, memory_bytes = process_usage()
+                self.hub.send(COORDINATOR, messages.Heartbeat(cpu_s=cpu_s, memory_bytes=memory_bytes))
         self.hub.close()
 
     def _listen(self, unix: str) -> Address:
