@@ -22,6 +22,7 @@ from rainband.transports.tls.certificate import check_fingerprint, client_contex
 from rainband.transports.tls.tls_socket import TlsSocket
 
 SOCKET_BUFFER_BYTES = 4 << 20
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 # How long a node that starts tries to connect. Longer than any heartbeat: until then the other side may be creating
 # blocks of some GB, or be stopped. A process that has ended is noticed at once, because its socket is closed.
 STARTING_LIMIT_S = 300.0
@@ -38,6 +39,15 @@ def this_machine() -> str:
         return f"{boot} {namespaces} user {os.geteuid()}"
     except OSError:
         return ""
+
+
+def process_usage() -> tuple[float, int]:
+    """Return the processor seconds of this process, and its memory now without files and shared memory, in bytes."""
+    try:
+        _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
+    except OSError:
+        return time.process_time(), 0
+    return time.process_time(), (int(resident) - int(shared)) * PAGE_BYTES
 
 
 def is_here(address: Address) -> bool:

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from rainband.errors import CoordinatorLost, RainbandError
 from rainband.protocol.messages import Message, decode, encode
 from rainband.protocol.worker_stats import Stats
+from rainband.transports.connect import process_usage
 from rainband.transports.event_loop import EventLoop, readable_within
 from rainband.transports.frames import Frame, pack
 from rainband.transports.link import ThreadedLink
-from rainband.transports.process_usage import process_usage
 
 EARLY_HEARTBEATS_S = (0.05, 0.05, 0.1, 0.2, 0.4)  # after a worker's first step
 LOOK_EVERY_S = 0.05  # for the first step

@@ -31,10 +31,9 @@ from rainband.runtimes.config import Job, decode_job
 from rainband.server.readers import ServerOutput
 from rainband.server.server import Server
 from rainband.strategy import ServerPart, Strategy
-from rainband.transports.connect import connect, is_here, listen_tcp, listen_unix, this_machine
+from rainband.transports.connect import connect, is_here, listen_tcp, listen_unix, process_usage, this_machine
 from rainband.transports.connection import Connection
 from rainband.transports.hub import Hub
-from rainband.transports.process_usage import process_usage
 from rainband.transports.shared_memory import Mailbox, Published
 
 MAX_BODY_BYTES = 1 << 26
