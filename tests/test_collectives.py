@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rainband.collectives.algorithm import algorithm_names, load_algorithm
 from rainband.collectives.check import TableError, check, check_messages, check_programs, check_table
-from rainband.collectives.cost import LinkCosts, Timings, choose, crossover_bytes, fitted, predict_s
+from rainband.collectives.cost import (
+    MEASURED_BYTES,
+    MEASURED_NAMES,
+    LinkCosts,
+    choose,
+    crossover_bytes,
+    fitted,
+    predict_s,
+)
 from rainband.collectives.messages import MessageProgram, compile_messages
 from rainband.collectives.operations import all_gather, broadcast, reduce, reduce_scatter
 from rainband.collectives.program import Mode, Program, compile_table
@@ -19,6 +28,7 @@ from rainband.collectives.table import Move, MoveTable, all_reduce
 
 every_algorithm = pytest.mark.parametrize("name", algorithm_names())
 MAX_RANKS = 33
+MEASURED = tuple(product(MEASURED_NAMES, MEASURED_BYTES))
 
 
 def table(name: str, num_ranks: int) -> MoveTable:
@@ -291,11 +301,8 @@ def test_a_large_message_waits_for_the_link_once() -> None:
     assert predict_s(table("direct", 4), size, LinkCosts(0.0, 1.0, 0.0, 8)) == pytest.approx(2 * 0.75 * size)
 
 
-def test_disturbed_measurements_leave_half_of_the_time_to_the_bytes() -> None:
-    """Messages that take longer than all of it are not believed."""
-    costs = fitted(2, Timings(small_s=1.0, direct_s=0.5, doubling_s=0.5), large_bytes=4 << 20)
-    bytes_s = predict_s(table("direct", 2), 4 << 20, costs._replace(alpha_s=0.0))
-    assert bytes_s == pytest.approx(0.25) and costs.gamma_s == pytest.approx(0.0, abs=1e-15)
+def test_one_rank_needs_no_costs() -> None:
+    assert fitted(1, {("ring", 1 << 20): 1e-6}) == LinkCosts(0.0, 0.0, 0.0, os.cpu_count() or 1)
 
 
 @given(
@@ -307,56 +314,79 @@ def test_disturbed_measurements_leave_half_of_the_time_to_the_bytes() -> None:
 def test_costs_are_found_from_the_times_that_they_predict(
     num_ranks: int, alpha_s: float, beta_s: float, gamma_of_beta: float
 ) -> None:
-    cores, size = os.cpu_count() or 1, 4 << 20
-    costs = LinkCosts(alpha_s, beta_s, gamma_of_beta * beta_s, cores)
+    costs = LinkCosts(alpha_s, beta_s, gamma_of_beta * beta_s, os.cpu_count() or 1)
 
-    def seconds(costs: LinkCosts) -> Timings:
-        doubling = table("recursive_doubling", num_ranks)
-        direct_s, doubling_s = (predict_s(each, size, costs) for each in (table("direct", num_ranks), doubling))
-        return Timings(predict_s(doubling, 0, costs), direct_s, doubling_s)
+    def seconds(costs: LinkCosts) -> dict[tuple[str, int], float]:
+        return {(name, size): predict_s(table(name, num_ranks), size, costs) for name, size in MEASURED}
 
-    messages, bytes_alone = seconds(costs._replace(beta_s=0.0, gamma_s=0.0)), seconds(costs._replace(alpha_s=0.0))
-    assume(all(few < 0.4 * much for few, much in zip(messages[1:], bytes_alone[1:], strict=True)))
-    found = seconds(fitted(num_ranks, seconds(costs), size))
-    # Where slots are long or short by different ranks, times of messages and bytes do not simply add up.
-    assert found == pytest.approx(seconds(costs), rel=1e-6 if num_ranks in (2, 4, 8) else 0.5)
+    found = fitted(num_ranks, seconds(costs))
+    assert min(found) >= 0
+    assert seconds(found) == pytest.approx(seconds(costs), rel=1e-3)
 
 
-# Medians in microseconds that `rainband bench allreduce` measured in one run on two busy cores, staged in shared
-# memory: of 4 KB by recursive doubling, from which alpha follows; then of each size by each algorithm.
+# Medians in microseconds that `rainband bench allreduce` measured on two cores in one run; "staged" and "segment" are
+# in shared memory.
 ORDER = ("direct", "double_tree", "halving_doubling", "recursive_doubling", "ring")
-MEASURED: dict[int, tuple[int, dict[int, tuple[int, ...]]]] = {
-    2: (
-        28,
-        {
-            1 << 20: (159, 173, 141, 190, 170),
-            4 << 20: (731, 701, 714, 860, 676),
-            16 << 20: (3593, 3463, 3523, 4521, 3500),
-            64 << 20: (13705, 13768, 14021, 17082, 13876),
-        },
+SIZES = (4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
+TAKEN = {
+    (2, "segment"): (
+        (11, 8, 8, 7, 8),
+        (10, 10, 10, 10, 10),
+        (66, 45, 20, 23, 15),
+        (32, 32, 32, 75, 32),
+        (124, 121, 121, 320, 118),
+        (803, 735, 816, 2318, 759),
+        (4518, 4500, 5082, 12079, 5351),
     ),
-    4: (
-        111,
-        {
-            1 << 16: (144, 169, 179, 128, 234),
-            1 << 20: (233, 229, 155, 248, 237),
-            4 << 20: (968, 1077, 887, 1808, 1083),
-            16 << 20: (4917, 5486, 5345, 7371, 5742),
-            64 << 20: (26749, 25020, 25722, 29303, 24251),
-        },
+    (2, "tcp"): (
+        (33, 31, 31, 17, 30),
+        (34, 33, 34, 26, 34),
+        (111, 109, 67, 57, 66),
+        (158, 158, 157, 170, 156),
+        (641, 662, 654, 752, 647),
+        (3620, 3518, 3348, 5740, 4425),
+        (16203, 17345, 16712, 26159, 17272),
+    ),
+    (4, "segment"): (
+        (115, 117, 90, 73, 168),
+        (132, 112, 86, 78, 162),
+        (137, 118, 97, 90, 179),
+        (214, 241, 137, 253, 216),
+        (799, 831, 459, 1117, 579),
+        (3398, 5433, 3126, 9044, 3980),
+        (11474, 17989, 11439, 23300, 13940),
+    ),
+    (4, "staged"): (
+        (100, 103, 61, 55, 141),
+        (97, 96, 68, 63, 161),
+        (125, 114, 78, 80, 154),
+        (168, 252, 162, 235, 225),
+        (1461, 1274, 1025, 1948, 994),
+        (5034, 7449, 5037, 8501, 6051),
+        (19372, 27748, 20286, 28580, 23031),
+    ),
+    (4, "tcp"): (
+        (336, 246, 234, 104, 391),
+        (372, 226, 257, 149, 489),
+        (436, 286, 312, 169, 464),
+        (681, 672, 639, 723, 883),
+        (3495, 3384, 3558, 5294, 4208),
+        (16617, 17810, 18074, 23330, 19690),
+        (70107, 76934, 72632, 106870, 77886),
     ),
 }
 
 
-@pytest.mark.parametrize("num_ranks", MEASURED)
+@pytest.mark.parametrize("num_ranks, place", TAKEN)
 def test_the_model_chooses_an_algorithm_that_was_measured_to_be_fast(
-    num_ranks: int, monkeypatch: pytest.MonkeyPatch
+    num_ranks: int, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its choice takes at most 1.15 times as long as the fastest. With two ranks, all but one have the same moves."""
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    small, medians = MEASURED[num_ranks]
-    sizes = {size: dict(zip(ORDER, times, strict=True)) for size, times in medians.items()}
-    large = sizes[4 << 20]
-    timings = Timings(small * 1e-6, large["direct"] * 1e-6, large["recursive_doubling"] * 1e-6)
-    costs = fitted(num_ranks, timings, 4 << 20)
-    for size, measured in sizes.items():
-        assert measured[choose(num_ranks, size, costs)] <= 1.15 * min(measured.values()), (size, costs)
+    taken = {size: dict(zip(ORDER, row, strict=True)) for size, row in zip(SIZES, TAKEN[num_ranks, place], strict=True)}
+    costs = fitted(num_ranks, {(name, size): taken[size][name] * 1e-6 for name, size in MEASURED})
+    for size, measured in taken.items():
+        chosen = choose(num_ranks, size, costs)
+        if num_ranks == 2 and chosen != "recursive_doubling":
+            chosen = min((name for name in ORDER if name != "recursive_doubling"), key=measured.__getitem__)
+        assert measured[chosen] <= 1.15 * min(measured.values()), (size, costs)

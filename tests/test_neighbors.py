@@ -18,7 +18,7 @@ from rainband.plugins import load_strategy
 from rainband.strategies.averaging.averaging import Averaging
 from rainband.strategies.averaging.elastic import Elastic
 from rainband.strategies.neighbors.gossip import Gossip
-from rainband.strategy import LOCAL_STEPS, Requirements, Strategy, Worker
+from rainband.strategy import LOCAL_STEPS, Cluster, Requirements, Strategy, Worker
 from rainband.tasks.quadratic import Quadratic
 from tests.test_local_steps import FAULTS, TASK, OneHot, fitted, weights
 
@@ -69,8 +69,6 @@ def test_a_graph_from_a_file_has_the_weights_of_metropolis_and_hastings(tmp_path
 def test_parts_without_a_link_are_noticed(tmp_path: Path) -> None:
     (tmp_path / "two.txt").write_text("0 1\n2 3\n")
     assert not is_connected(mixing_matrix(str(tmp_path / "two.txt"), 4))
-    from rainband.strategy import Cluster
-
     (text,) = Gossip(graph=str(tmp_path / "two.txt")).advice(Cluster(4))
     assert "is not connected with 4 workers" in text
 
@@ -269,3 +267,24 @@ def test_wrong_settings_of_elastic_are_refused(given: dict[str, Any]) -> None:
 def test_processes_follow_the_equations_of_one_worker(tmp_path: Path) -> None:
     real = rainband.fit(FLAT, Elastic(period=4, lr=0.3, moving_rate=0.5), workers=1, servers=1, runs=tmp_path)
     torch.testing.assert_close(weights(real), elastic_center(1, 4, 0.5, 12, 0.3), rtol=0.0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:graph=.* is not connected")
+def test_at_the_end_the_disagreement_is_the_distance_from_the_mean_of_all(tmp_path: Path) -> None:
+    """Two pairs, with a step of 1 of another number on each of four workers: pairs mix, and stay apart."""
+    (tmp_path / "pairs.txt").write_text("0 1\n2 3\n")
+    last = fitted(OneHot(4), Gossip(lr=1.0, graph=str(tmp_path / "pairs.txt")), tmp_path, 4).history[-1]
+    assert last.disagreement == pytest.approx(math.sqrt(3 / 4), rel=1e-5)
+
+
+def test_one_worker_sends_nothing(tmp_path: Path) -> None:
+    last = fitted(OneHot(8), Gossip(lr=0.1), tmp_path, 1).history[-1]
+    assert not any(last.sent_bytes.values())
+
+
+def test_a_graph_that_is_not_connected_or_names_other_workers_is_advised_against(tmp_path: Path) -> None:
+    path = tmp_path / "graph.txt"
+    path.write_text("0 1\n1 2\n2 3\n3 0\n")
+    assert Gossip(graph=str(path)).advice(Cluster(4)) == []
+    (line,) = Gossip(graph=str(path)).advice(Cluster(3))
+    assert line == f"graph={path} has edges of worker 3, which are left out: use --workers 4."

@@ -4,22 +4,33 @@ In a step, a rank that receives m messages of b bytes in all, and adds a of thes
 a gamma seconds; a rank that sends them takes m alpha + b beta. Large messages are cut into chunks: chunk k of step s is
 due in time slot k + s, and those after the first follow it without another alpha. A slot takes as long as its busiest
 rank; or, with more ranks than cores, as long as all ranks divided by the cores.
+
+The three costs are fitted to a few measured all-reduces of three sizes, each of which all ranks begin together. What
+waking a rank costs is thus in alpha, and what a second buffer costs, as in recursive doubling, in gamma.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from itertools import product
 from typing import NamedTuple
+
+import numpy as np
 
 from rainband.collectives.algorithm import fast_algorithms
 from rainband.collectives.table import Move, MoveTable
 
 CHUNK_BYTES = 256 << 10  # parts that are larger are cut
-MAX_GAMMA = 16.0  # times beta: what recursive doubling takes longer through a second buffer counts as adding, too
 MAX_CHUNKS = 16  # that the model counts: more hardly change a prediction
+# The all-reduces from whose times the costs are found: they differ in messages, bytes moved and bytes added.
+MEASURED_NAMES, MEASURED_BYTES = ("recursive_doubling", "direct", "ring"), (4 << 10, 256 << 10, 4 << 20)
+FIRST_GUESS, FIT_STEPS = (1e-5, 1e-10, 1e-10), 6
+
+Measured = Mapping[tuple[str, int], float]  # (algorithm, bytes of the vector) -> seconds
 
 
 class LinkCosts(NamedTuple):
@@ -61,37 +72,38 @@ def _busy_s(moves: Iterable[Move], part_bytes: float, costs: LinkCosts, alpha_s:
     return {rank: max(sent[rank], received[rank]) for rank in sent.keys() | received.keys()}
 
 
-class Timings(NamedTuple):
-    """Seconds of all-reduces from which the costs are found."""
-
-    small_s: float  # recursive_doubling of no bytes
-    direct_s: float  # of many bytes
-    doubling_s: float  # recursive_doubling of as many, which adds more of them
-
-
-def fitted(num_ranks: int, timings: Timings, large_bytes: int) -> LinkCosts:
-    """Return the costs with which these all-reduces take the measured times."""
+def fitted(num_ranks: int, measured: Measured) -> LinkCosts:
+    """Return the costs with which the measured all-reduces take these times, in the sense of least relative squares."""
     tables, cores = _fast_tables(num_ranks), os.cpu_count() or 1
+    found = np.array(FIRST_GUESS)
+    for _ in range(FIT_STEPS):  # a prediction is linear in the costs as long as the same ranks are the busiest
+        rows = []
+        for (name, num_bytes), seconds in measured.items():
+            base_s = predict_s(tables[name], num_bytes, LinkCosts(*found, cores))
+            row = []
+            for which, value in enumerate(found):
+                step = max(value, FIRST_GUESS[which] * 1e-3) * 1e-6
+                changed = found.copy()
+                changed[which] += step
+                row.append((predict_s(tables[name], num_bytes, LinkCosts(*changed, cores)) - base_s) / step)
+            rows.append([value / seconds for value in row])
+        found = _least_squares(np.array(rows))
+    alpha_s, beta_s, gamma_s = found.tolist()
+    return LinkCosts(alpha_s, beta_s, gamma_s, cores)
 
-    def units(name: str, num_bytes: int, alpha_s: float, beta_s: float, gamma_s: float) -> float:
-        return predict_s(tables[name], num_bytes, LinkCosts(alpha_s, beta_s, gamma_s, cores)) or 1.0
 
-    def of_bytes(name: str, seconds: float) -> float:
-        # Messages that follow each other cost less than single ones: at least half of the time is that of the bytes.
-        messages_s = units(name, large_bytes, alpha_s, 0.0, 0.0) if alpha_s else 0.0
-        return max(seconds / 2, seconds - messages_s)
-
-    alpha_s = timings.small_s / units("recursive_doubling", 0, 1.0, 0.0, 0.0)
-    direct_s, doubling_s = of_bytes("direct", timings.direct_s), of_bytes("recursive_doubling", timings.doubling_s)
-    low, high = 0.0, MAX_GAMMA  # gamma / beta: the more an addition costs, the longer doubling takes than direct
-    for _ in range(60):
-        ratio = (low + high) / 2
-        times = units("recursive_doubling", large_bytes, 0.0, 1.0, ratio) / units(
-            "direct", large_bytes, 0.0, 1.0, ratio
-        )
-        low, high = (ratio, high) if times < doubling_s / max(direct_s, 1e-12) else (low, ratio)
-    beta_s = max(direct_s / units("direct", large_bytes, 0.0, 1.0, low), 1e-13)
-    return LinkCosts(alpha_s, beta_s, low * beta_s, cores)
+def _least_squares(rows: np.ndarray) -> np.ndarray:
+    """Return the numbers, none of them negative, whose products with each row are nearest to 1."""
+    scale = np.maximum(np.abs(rows).max(axis=0), 1e-300)
+    best, error = np.zeros(len(scale)), math.inf
+    for used in product((True, False), repeat=len(scale)):
+        values = np.zeros(len(scale))
+        columns = list(used)
+        values[columns] = np.linalg.lstsq((rows / scale)[:, columns], np.ones(len(rows)), rcond=None)[0]
+        apart = float(np.square(rows / scale @ values - 1).sum())
+        if (values >= 0).all() and apart < error:
+            best, error = values / scale, apart
+    return best
 
 
 @lru_cache(maxsize=1024)

@@ -57,6 +57,17 @@ def is_connected(matrix: Sequence[Sequence[float]]) -> bool:
     return len(reached) == len(matrix)
 
 
+def advice_of(graph: str, number: int, workers: str) -> list[str]:
+    """Return what a user should know about a graph of `number` workers, which messages call `workers`."""
+    lines = []
+    if not is_connected(mixing_matrix(graph, number)):
+        lines.append(f"graph={graph} is not connected with {workers}: parts of it never learn from each other.")
+    last = -1 if graph in NAMES else max(map(max, read_edges(graph)))
+    if last >= number:
+        lines.append(f"graph={graph} has edges of worker {last}, which are left out: use --workers {last + 1}.")
+    return lines
+
+
 @lru_cache(maxsize=16)
 def read_edges(path: str) -> frozenset[tuple[int, int]]:
     """Return the edges of a file: two ranks per line, and comments after #."""

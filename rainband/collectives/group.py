@@ -7,16 +7,19 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from statistics import median
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rainband.collectives.algorithm import load_algorithm
-from rainband.collectives.cost import LinkCosts, Timings, choose, fitted
+from rainband.collectives.cost import MEASURED_BYTES, MEASURED_NAMES, LinkCosts, choose, fitted
 from rainband.collectives.operations import all_gather, broadcast, reduce, reduce_scatter
 from rainband.collectives.table import MoveTable
 from rainband.errors import PeerLost
+
+WARM_UP = 2  # turns of a measurement that are not counted
 
 OnLost = Literal["error", "continue"]
 
@@ -111,7 +114,7 @@ class Group(ABC):
             return tuple(range(self.num_ranks))
         check_vector(vector)
         if algorithm == "auto" and self.costs is None:
-            self.costs = self.measure_costs()
+            self.costs = self._measure_for(vector)
         keep = self._kept(vector)
         self._begin()
         while True:
@@ -147,31 +150,49 @@ class Group(ABC):
         """Return when all members have called this."""
         self.all_reduce(self._one, "recursive_doubling")
 
-    def measure_costs(self, rounds: int = 8) -> LinkCosts:
+    def measure_costs(self, vector: Tensor | None = None, rounds: int = 8) -> LinkCosts:
         """Measure alpha, beta and gamma together with all members; every member gets the same numbers.
 
-        The first operations are warm-up. Interruptions by other processes only ever make one longer, so the time of
-        each is the lower quartile.
+        All algorithms and sizes take turns, so that interruptions by other processes are spread; the first turns are
+        warm-up. With `vector`, which is overwritten, costs are those of vectors in the same memory; it has to have
+        MEASURED_BYTES[-1] bytes.
         """
-        small, large = torch.zeros(16), torch.zeros(1 << 20)
-        direct, doubling = Call("all_reduce", "direct"), Call("all_reduce", "recursive_doubling")
-        timings = Timings(
-            _quartile_s(lambda: self._run(doubling, small), 4 * rounds),
-            _quartile_s(lambda: self._run(direct, large), rounds),
-            _quartile_s(lambda: self._run(doubling, large), rounds),
-        )
-        costs = fitted(self.num_ranks, timings, large.nbytes)
+        trial = torch.zeros(MEASURED_BYTES[-1], dtype=torch.uint8) if vector is None else vector.view(-1)
+        trial = trial.view(torch.uint8).view(torch.float32)
+        work = {
+            (name, size): (Call("all_reduce", name), trial[: size // trial.itemsize].zero_())
+            for size in MEASURED_BYTES
+            for name in MEASURED_NAMES
+        }
+        seconds: dict[tuple[str, int], list[float]] = {key: [] for key in work}
+        for turn in range(WARM_UP + rounds):
+            for key, (call, values) in work.items():
+                self.barrier()
+                took_s = _timed(call, values, self._run)
+                if turn >= WARM_UP:
+                    seconds[key].append(took_s)
+        costs = fitted(self.num_ranks, {key: median(values) for key, values in seconds.items()})
         same = torch.tensor(costs, dtype=torch.float64)
         self.broadcast(same)
         alpha_s, beta_s, gamma_s, cores = same.tolist()
         return LinkCosts(alpha_s, beta_s, gamma_s, int(cores))
+
+    def _measure_for(self, vector: Tensor) -> LinkCosts:
+        """Return the costs of vectors in the memory of this one, which keeps its values."""
+        first = vector.view(-1).view(torch.uint8)[: MEASURED_BYTES[-1]]
+        if first.numel() < MEASURED_BYTES[-1]:
+            return self.measure_costs()
+        keep = first.clone()
+        costs = self.measure_costs(first)
+        first.copy_(keep)
+        return costs
 
     def _run(self, call: Call, vector: Tensor) -> None:
         """Perform an operation that needs all ranks."""
         check_vector(vector)
         members = self._participants(call)
         if call.algorithm == "auto" and self.costs is None:
-            self.costs = self.measure_costs()
+            self.costs = self._measure_for(vector)
         self._begin()
         try:
             self._play(self._chosen(call, vector, self.num_ranks), vector, members)
@@ -214,16 +235,10 @@ class Group(ABC):
         return call._replace(algorithm=choose(num_ranks, vector.nbytes, self.costs))
 
 
-def _timed(work: Callable[[], object]) -> float:
+def _timed(call: Call, values: Tensor, run: Callable[[Call, Tensor], object]) -> float:
     started = time.perf_counter()
-    work()
+    run(call, values)
     return time.perf_counter() - started
-
-
-def _quartile_s(work: Callable[[], object], rounds: int) -> float:
-    """Return the lower quartile of the times, after two rounds that are not measured."""
-    seconds = [_timed(work) for _ in range(2 + rounds)][2:]
-    return sorted(seconds)[rounds // 4]
 
 
 @lru_cache(maxsize=256)

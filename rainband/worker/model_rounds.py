@@ -155,7 +155,16 @@ class ModelRounds(WorkerRounds):
         first = not self.round.has_mean
         outcome, mean = await self._average(weights, 1.0 if equally else float(self.round.samples), part)
         self._take(outcome, weights, mean, first)
+        if first and self.is_last:
+            await self._publish_distance(outcome)
         return mean
+
+    async def _publish_distance(self, last: Outcome) -> None:
+        """Tell the others the distance from the last mean, which no later exchange of models can."""
+        distance = self.distance if last.took_part else math.nan
+        outcome = await self.through(self.member.mean_scalars([distance], float(last.took_part)))
+        if outcome.took_part and outcome.scalars[0] >= 0:
+            self.worker.client.stats.disagreement = math.sqrt(outcome.scalars[0])
 
     async def mix(self, row: Callable[[int, int], Sequence[float]]) -> ModelVector:
         """Return a weighted sum of the members' models; this worker's own if it was left out."""
@@ -195,7 +204,7 @@ class ModelRounds(WorkerRounds):
         vectors = 0 if optimizer is None else len(optimizer.state_vectors())
         numbers = (float(self.stops or self.worker.client.leases.run_stops), float(vectors))
         scalars = (self.round.loss, self.round.tried, self.round.not_finite, self.distance, self.round.left_out)
-        readers = 1 if row is None else sum(weight > 0 for weight in row(self.members)) - 1
+        readers = min(1, len(self.members) - 1) if row is None else sum(weight > 0 for weight in row(self.members)) - 1
         size = sum(tensor.nbytes for tensor in tensors if tensor is not None)
         stats, encoded = self.worker.client.stats, self.member.encoded
         stats.sent_bytes += readers * size

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from rainband.bench.baselines.data_parallel import join_gloo
 from rainband.bench.baselines.limit import timed
 from rainband.collectives.algorithm import fast_algorithms
+from rainband.collectives.cost import MEASURED_BYTES
 from rainband.protocol.messages import Address
 from rainband.transports.auth import role_keys
 from rainband.transports.collectives.connect import connect_ranks
@@ -36,10 +37,10 @@ class AllReduceOrder(msgspec.Struct, frozen=True):
 
 
 class AllReduceTimes(msgspec.Struct, frozen=True):
-    """The seconds that rank 0 has measured, and the costs that each transport was found to have."""
+    """The seconds that rank 0 has measured, and the costs of each transport."""
 
     seconds: dict[int, dict[str, list[float]]]  # size -> "gloo", or transport and algorithm -> seconds
-    costs: dict[str, tuple[float, float, float, int]]
+    costs: dict[str, tuple[float, float, float, int]]  # place -> LinkCosts
 
 
 def all_reduce_main(job: bytes, fds: list[int]) -> None:
@@ -55,8 +56,12 @@ def all_reduce_main(job: bytes, fds: list[int]) -> None:
         order.rank, addresses, socket.socket(fileno=listener), role_keys(order.secret, "worker"), order.run_id
     )
     tcp = TcpGroup(order.rank, sockets)
-    costs = {"shared memory": shared.measure_costs(), "tcp": tcp.measure_costs()}
     segment = shared.vector(max(order.rounds) // 4).zero_()
+    costs = {
+        "segment": shared.measure_costs(segment[: MEASURED_BYTES[-1] // 4]),
+        "staged": shared.measure_costs(),
+        "tcp": tcp.measure_costs(),
+    }
     seconds = {
         num_bytes: _measure(shared, dict(_variants(shared, tcp, segment[: num_bytes // 4])), rounds)
         for num_bytes, rounds in order.rounds.items()
@@ -73,7 +78,8 @@ def all_reduce_main(job: bytes, fds: list[int]) -> None:
 def _variants(shared: SharedGroup, tcp: TcpGroup, segment: torch.Tensor) -> Iterator[tuple[str, Callable[[], object]]]:
     private = torch.zeros_like(segment)
     yield "gloo", partial(dist.all_reduce, private)
-    for name in fast_algorithms():
+    distinct = {algorithm.table(tcp.num_ranks): name for name, algorithm in reversed(fast_algorithms().items())}
+    for name in reversed(distinct.values()):  # of two ranks that are the same, the first, which the model names
         yield f"segment {name}", partial(shared.all_reduce, segment, name)
         yield f"staged {name}", partial(shared.all_reduce, private, name)
         yield f"tcp {name}", partial(tcp.all_reduce, private, name)

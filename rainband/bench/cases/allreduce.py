@@ -22,7 +22,7 @@ from rainband.transports.connect import listen_tcp
 
 KIB, MIB = 1 << 10, 1 << 20
 ROUNDS = {4 * KIB: 400, 16 * KIB: 200, 64 * KIB: 200, 256 * KIB: 80, MIB: 80, 4 * MIB: 24, 16 * MIB: 12, 64 * MIB: 8}
-TRANSPORT_OF = {"segment": "shared memory", "staged": "shared memory", "tcp": "tcp"}
+PLACES = {"segment": "in the segment", "staged": "staged", "tcp": "TCP"}
 AS_FAST = 1.15  # an algorithm that takes at most this much longer than the fastest counts as a winner, too
 
 
@@ -53,11 +53,11 @@ def _measured(zygote: Zygote, num_ranks: int, divisor: int) -> AllReduceTimes:
 
 
 def _rows(num_ranks: int, times: AllReduceTimes) -> Iterator[Row]:
-    costs = {transport: LinkCosts(*values) for transport, values in times.costs.items()}
+    costs = {place: LinkCosts(*values) for place, values in times.costs.items()}
     for size, seconds in times.seconds.items():
         yield from _size_rows(num_ranks, size, seconds, costs)
-    for place, transport in TRANSPORT_OF.items():
-        yield from _crossover_rows(num_ranks, place, times, costs[transport])
+    for place in PLACES:
+        yield from _crossover_rows(num_ranks, place, times, costs[place])
 
 
 def _size_rows(
@@ -68,10 +68,10 @@ def _size_rows(
     gloo_p10, gloo_median, gloo_p90 = _percentile(gloo, 1), median(gloo), _percentile(gloo, 9)
     for label, value in (("p10", gloo_p10), ("median", gloo_median), ("p90", gloo_p90)):
         yield Row(f"{what}, gloo {label}", value * 1e6, "us")
-    for place, transport in TRANSPORT_OF.items():
-        chosen = ranking(num_ranks, size, costs[transport])[0]
+    for place in PLACES:
+        chosen = ranking(num_ranks, size, costs[place])[0]
         medians = {key.split()[1]: median(values) for key, values in seconds.items() if key.startswith(place)}
-        ours, where = medians[chosen], f"{what}, {_place(place)}"
+        ours, where = medians[chosen], f"{what}, {PLACES[place]}"
         yield Row(f"{where}, {chosen}", ours * 1e6, "us")
         yield from _gloo_rows(place, size, where, ours, gloo_p10, gloo_median)
         fastest = min(medians, key=medians.__getitem__)
@@ -103,7 +103,7 @@ def _crossover_rows(num_ranks: int, place: str, times: AllReduceTimes, costs: Li
     measured = crossing(ratios)
     if predicted is None or measured is None:
         return
-    what = f"{num_ranks} ranks, {_place(place)}, direct overtakes recursive doubling"
+    what = f"{num_ranks} ranks, {PLACES[place]}, direct overtakes recursive doubling"
     yield Row(f"{what}, measured", measured / KIB, "KiB")
     yield Row(f"{what}, predicted", predicted / KIB, "KiB")
     yield at_most(what, max(predicted / measured, measured / predicted), 2.0, "larger of predicted and measured")
@@ -121,10 +121,6 @@ def crossing(ratios: dict[int, float]) -> float | None:
 
 def _percentile(seconds: list[float], tenth: int) -> float:
     return quantiles(seconds, n=10, method="inclusive")[tenth - 1]
-
-
-def _place(place: str) -> str:
-    return {"segment": "in the segment", "staged": "staged", "tcp": "TCP"}[place]
 
 
 def _name(size: int) -> str:

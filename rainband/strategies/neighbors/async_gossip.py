@@ -26,7 +26,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from rainband.collectives.graphs import check_graph, is_connected, mixing_matrix
+from rainband.collectives.graphs import advice_of, check_graph, mixing_matrix
 from rainband.optimizer_settings import OptimizerSettings
 from rainband.strategy import Batch, Cluster, Requirements, Strategy, Worker
 
@@ -64,6 +64,4 @@ class AsyncGossip(OptimizerSettings, Strategy):
         return random.Random(f"{rank} {batch.portion} {batch.k}").choice(neighbors or [rank])
 
     def advice(self, cluster: Cluster) -> list[str]:
-        matrix = mixing_matrix(self.graph, cluster.replicas)
-        apart = f"graph={self.graph} is not connected with {cluster}: parts of it never learn from each other."
-        return [] if is_connected(matrix) else [apart]
+        return advice_of(self.graph, cluster.replicas, str(cluster))

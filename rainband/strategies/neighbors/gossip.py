@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rainband import advice
-from rainband.collectives.graphs import check_graph, is_connected, mixing_matrix
+from rainband.collectives.graphs import advice_of, check_graph, mixing_matrix
 from rainband.optimizer_settings import OptimizerSettings
 from rainband.strategy import LOCAL_STEPS, Cluster, Requirements, Strategy, Worker
 
@@ -62,6 +62,7 @@ class Gossip(OptimizerSettings, Strategy):
         return mixing_matrix(self.graph, number)[i]
 
     def advice(self, cluster: Cluster) -> list[str]:
-        matrix = mixing_matrix(self.graph, cluster.replicas)
-        apart = [f"graph={self.graph} is not connected with {cluster}: parts of it never learn from each other."]
-        return [*([] if is_connected(matrix) else apart), *advice.of_waiting(cluster, how="in each step")]
+        return [
+            *advice_of(self.graph, cluster.replicas, str(cluster)),
+            *advice.of_waiting(cluster, how="in each step"),
+        ]
