@@ -79,16 +79,20 @@ def fitted(num_ranks: int, measured: Measured) -> LinkCosts:
     for _ in range(FIT_STEPS):  # a prediction is linear in the costs as long as the same ranks are the busiest
         rows = []
         for (name, num_bytes), seconds in measured.items():
-            base_s = predict_s(tables[name], num_bytes, LinkCosts(*found, cores))
+            base_s = predict_s(tables[name], num_bytes, _costs(found, cores))
             row = []
             for which, value in enumerate(found):
                 step = max(value, FIRST_GUESS[which] * 1e-3) * 1e-6
                 changed = found.copy()
                 changed[which] += step
-                row.append((predict_s(tables[name], num_bytes, LinkCosts(*changed, cores)) - base_s) / step)
+                row.append((predict_s(tables[name], num_bytes, _costs(changed, cores)) - base_s) / step)
             rows.append([value / seconds for value in row])
         found = _least_squares(np.array(rows))
-    alpha_s, beta_s, gamma_s = found.tolist()
+    return _costs(found, cores)
+
+
+def _costs(values: np.ndarray, cores: int) -> LinkCosts:
+    alpha_s, beta_s, gamma_s = values.tolist()
     return LinkCosts(alpha_s, beta_s, gamma_s, cores)
 
 
