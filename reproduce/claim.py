@@ -27,6 +27,7 @@ class Method:
     settings: Settings = field(default_factory=dict)
     grid: Sequence[Settings] = ({},)
     x: Sequence[float] = ()  # if not those of the claim
+    tuned_at: float | None = None  # choose there, for all x; None: at each x
 
 
 @dataclass(frozen=True)
@@ -118,13 +119,12 @@ class Claim:
     part: str = "Data parallelism"  # the section of the page
     how: str = "simulation"  # or processes, or computation
     settings: Settings = field(default_factory=dict)  # of all methods
-    tasks: Mapping[str, Settings] = field(default_factory=lambda: {"digits": {}})  # name -> its settings
+    tasks: Mapping[str, Settings] = field(default_factory=lambda: {"digits": {}})  # name -> its settings; "": no task
     x: Sequence[float] = (0.0,)
     x_label: str = ""
     log_x: bool = False
     shown: Mapping[str, str] = field(default_factory=dict)  # measure -> label of its panel
     tuned_by: str = ""  # the measure that the best of a grid has least of
-    tuned_at: float | None = None  # choose there, for all x; None: at each x
     tuning_seeds: Sequence[int] = (1, 2)
     repeated: bool = True  # False: no randomness, one run is enough
     why: str = ""  # two sentences, if it does not hold or is undecided

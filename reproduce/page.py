@@ -118,7 +118,7 @@ def _tuning(claim: Claim, store: Store) -> str:
         if len(method.grid) == 1:
             continue
         for task in claim.tasks:
-            at = claim.x_of(method) if claim.tuned_at is None else (claim.tuned_at,)
+            at = claim.x_of(method) if method.tuned_at is None else (method.tuned_at,)
             picked = [chosen(claim, store, method, task, x) for x in at]
             ends = any(one in (method.grid[0], method.grid[-1]) for one in picked)
             what = " / ".join(dict.fromkeys(", ".join(f"{k}={v}" for k, v in one.items()) for one in picked))

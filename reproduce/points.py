@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from reproduce.claim import Claim, Method, Results, Settings, Values
 
@@ -86,7 +87,7 @@ def _commit() -> str:
 
 
 def point_of(claim: Claim, method: Method, task: str, x: float, seed: int, chosen: Settings) -> Point:
-    settings = {**claim.settings, **claim.tasks[task], **method.settings, **chosen, "task": task}
+    settings = {**claim.settings, **claim.tasks[task], **method.settings, **chosen, **({"task": task} if task else {})}
     return Point(method.name, x, seed, settings)
 
 
@@ -94,7 +95,7 @@ def tuning_points(claim: Claim) -> Iterator[Point]:
     for method in claim.methods:
         if len(method.grid) > 1:
             for task in claim.tasks:
-                for x in claim.x_of(method) if claim.tuned_at is None else (claim.tuned_at,):
+                for x in claim.x_of(method) if method.tuned_at is None else (method.tuned_at,):
                     for candidate in method.grid:
                         for seed in claim.tuning_seeds:
                             yield point_of(claim, method, task, x, seed, candidate)
@@ -104,7 +105,7 @@ def chosen(claim: Claim, store: Store, method: Method, task: str, x: float) -> S
     """Return the settings of the grid with the least mean over the tuning seeds; not a number counts as the worst."""
 
     def score(candidate: Settings) -> float:
-        at = x if claim.tuned_at is None else claim.tuned_at
+        at = x if method.tuned_at is None else method.tuned_at
         points = [point_of(claim, method, task, at, seed, candidate) for seed in claim.tuning_seeds]
         return float(np.nan_to_num(np.mean([store.values[p.key][claim.tuned_by] for p in points]), nan=np.inf))
 
@@ -184,7 +185,7 @@ def _measured(claim: Claim, todo: Sequence[Point], jobs: int) -> Iterator[tuple[
         for point in todo:
             yield (point, *_timed(claim.point, point))
         return
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _one_thread) as pool:
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) as pool:
         pending = {pool.submit(_timed, claim.point, point): point for point in todo}
         try:
             for future in as_completed(pending):
@@ -197,9 +198,3 @@ def _timed(measure_one: Any, point: Point) -> tuple[Values, float]:
     began = time.perf_counter()
     values = measure_one(point.seed, point.x, **point.settings)
     return {name: float(value) for name, value in values.items()}, time.perf_counter() - began
-
-
-def _one_thread() -> None:
-    import torch
-
-    torch.set_num_threads(1)

@@ -1,16 +1,14 @@
-"""Tools of all reproductions: simulated runs with real gradients, means over seeds, figures and reports."""
+"""Runs that claims measure: simulated ones with true gradients, and real processes."""
 
 from __future__ import annotations
 
-import argparse
 import math
-import statistics
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from rainband.fit import fit
 from rainband.plugins import load_strategy
@@ -21,8 +19,8 @@ from rainband.runtimes.simulation.models.cluster_model import ClusterModel, comp
 from rainband.runtimes.simulation.models.network import NetworkModel
 from rainband.runtimes.simulation.run import SimulatedResult
 from rainband.tasks.load import load_task
+from reproduce.claim import Values
 
-FIGURES = Path(__file__).parent / "figures"
 TASKS: dict[str, dict[str, Any]] = {"digits": {}, "mlp": {"parameters": "0.1M", "samples": 16384}}
 
 
@@ -52,14 +50,33 @@ class Done:
         """Return the fraction of the workers' time spent waiting, in percent."""
         return 100 * self.waited_s / (self.result.workers * self.result.seconds)
 
-    def seconds_to(self, loss: float) -> float | None:
-        """Return the virtual seconds until the reported training loss first fell below `loss`."""
-        return next((at_s for at_s, value in self.losses if value < loss), None)
+    def seconds_to(self, loss: float) -> float:
+        """Return the virtual seconds until the reported training loss fell below `loss`, between two reports."""
+        before_s, before = 0.0, math.inf
+        for at_s, value in self.losses:
+            if value < loss:
+                part = (before - loss) / (before - value) if before < math.inf else 1.0
+                return before_s + part * (at_s - before_s)
+            before_s, before = at_s, value
+        return math.inf
 
-    def samples_to(self, loss: float) -> int | None:
+    def samples_to(self, loss: float) -> float:
         """Return the number of samples until the training loss first fell below `loss`."""
         reached_s = self.seconds_to(loss)
-        return None if reached_s is None else max(done for at_s, done in self.samples if at_s <= reached_s)
+        at_s, done = zip(*self.samples, strict=True) if self.samples else ((), ())
+        return float(np.interp(reached_s, at_s, done)) if reached_s < math.inf else math.inf
+
+
+def simulated(task: str, strategy: str, workers: int, seed: int, *, loss: float = 0.0, **how: Any) -> Values:
+    """Simulate training; return its error, idle time and seconds, and the seconds and samples until a loss."""
+    done = simulate(task, strategy, workers, seed, **how)
+    return {
+        "error": done.error,
+        "idle": done.idle,
+        "seconds": done.result.seconds,
+        "seconds_to": done.seconds_to(loss),
+        "samples_to": done.samples_to(loss),
+    }
 
 
 def simulate(
@@ -119,7 +136,7 @@ def train(
     codec: str = "",
     servers: int | None = None,
     **settings: Any,
-) -> dict[str, float]:
+) -> Values:
     """Train in real processes; return the error in percent and what the run counted of bytes."""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a run that diverged has its error
@@ -143,69 +160,3 @@ def train(
         "pushed_mb": last.pushed_bytes / 1e6,
         "fewer_bytes": (last.pushed_bytes + last.saved_bytes) / max(1, last.pushed_bytes),
     }
-
-
-def over_seeds(seeds: Iterable[int], one: Callable[[int], float]) -> tuple[float, float]:
-    """Return the mean and the standard deviation of one number over seeds."""
-    return mean_and_spread([one(seed) for seed in seeds])
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean of some runs, and half the width of its 95 % confidence interval (Student's t)."""
-    t = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 10: 2.26, 12: 2.20, 16: 2.13}
-    nearest = max(number for number in t if number <= len(values))
-    return statistics.fmean(values), t[nearest] * statistics.stdev(values) / math.sqrt(len(values))
-
-
-def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
-    """Return mean and standard deviation; infinity and 0 if some value was never reached."""
-    mean = statistics.fmean(values)
-    return mean, statistics.pstdev(values) if math.isfinite(mean) else 0.0
-
-
-def report(claim: str, found: str, holds: bool) -> None:
-    """Print the result next to the claim."""
-    print(f"claim   {claim}\nfound   {found}\n{'holds' if holds else 'MISSED'}\n")
-
-
-def arguments(name: str, about: str | None, seeds: int = 3) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=f"python -m reproduce.{name}", description=(about or "").split("\n\n")[0])
-    parser.add_argument("--seeds", type=int, default=seeds, help=f"runs of each kind (default {seeds})")
-    parser.add_argument("--figure", type=Path, default=FIGURES / f"{name}.png", help="where to draw")
-    return parser.parse_args()
-
-
-def draw(
-    path: Path, title: str, x: str, y: str, lines: dict[str, Sequence[tuple[float, float, float]]], **how: Any
-) -> None:
-    """Draw one line per name, with points (x, mean, spread)."""
-    draw_panels(path, title, x, {y: lines}, **how)
-
-
-def draw_panels(
-    path: Path, title: str, x: str, panels: dict[str, dict[str, Sequence[tuple[float, float, float]]]], **how: Any
-) -> None:
-    """Draw panels side by side, one for each quantity y, with the same x."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, all_axes = pyplot.subplots(
-        1, len(panels), figsize=(2 + 4 * len(panels), 4), layout="constrained", squeeze=False
-    )
-    for axes, (y, lines) in zip(all_axes[0], panels.items(), strict=True):
-        for name, points in lines.items():
-            xs, means, spreads = zip(*points, strict=True)
-            axes.errorbar(xs, means, yerr=spreads, label=name, marker="o", capsize=3)
-        axes.set(title=title, xlabel=x, ylabel=y, **how)
-        if how.get("xscale") == "log":  # label the measured values, not powers of ten
-            tried = sorted({point[0] for points in lines.values() for point in points})
-            axes.set_xticks(tried, [f"{value:g}" for value in tried])
-            axes.set_xticks([], minor=True)
-        axes.legend()
-        axes.grid(alpha=0.3)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-    print(f"figure  {path}")

@@ -766,7 +766,7 @@ def test_every_new_path_in_the_table_of_old_paths_exists() -> None:
     """A file of the package, a document or a test; a file that was split has several new paths."""
     rows = rows_under("| old | new |", architecture())
     assert len(rows) > 200
-    assert {old.split("/")[0] for old, _ in rows} == {"rainband", "docs", "tests"}
+    assert {old.split("/")[0] for old, _ in rows} == {"rainband", "docs", "reproduce", "tests"}
     assert [old for old, new in rows if "," in new] != []
     missing = [path for _, new in rows if new != "(removed)" for path in new.split(", ") if not (ROOT / path).is_file()]
     assert missing == []

@@ -1,66 +1,48 @@
-"""The scripts about data parallelism and full batches: each is in the docs, names its claim, and the quickest hold."""
+"""The claims about data parallelism whose points are quick, and the results of the default."""
 
 from __future__ import annotations
 
-import ast
 import math
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from reproduce.runs import Done, mean_and_spread
-
-ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "results" / "reproductions.md").read_text(encoding="utf-8")
-TABLE = PAGE.partition("## Model parallelism")[0]
-SCRIPTS = [ROOT / "reproduce" / f"{name}.py" for name in re.findall(r"^\| `(\w+)`", TABLE, re.MULTILINE)]
-
-
-def test_the_page_lists_scripts_that_exist() -> None:
-    assert SCRIPTS and all(path.exists() for path in SCRIPTS)
-
-
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
-def test_a_script_names_its_paper_and_prints_its_number_next_to_the_claim(path: Path) -> None:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    assert re.search(r"\(\w+ et al\. \d{4}", ast.get_docstring(tree) or "")
-    called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    assert {"arguments", "report"} <= called and called & {"draw", "draw_panels"}
+from reproduce.runs import Done
 
 
 def test_mean_staleness_is_as_claimed_and_its_tail_is_that_of_the_machines() -> None:
     """With thirty workers and updates of ten gradients: mean 29 / 10."""
-    from reproduce.mean_staleness import KINDS, measure
+    from reproduce.claims.mean_staleness import CLAIM, point
 
-    alike, exponential = (measure(3, compute, steps=120) for compute in KINDS.values())
-    assert alike[0] == pytest.approx(2.9, rel=0.03) and exponential[0] == pytest.approx(2.9, rel=0.06)
-    assert alike[1] == 0.0 and exponential[1] > 5
+    alike, exponential = (point(0, 3, task="digits", steps=120, **method.settings) for method in CLAIM.methods)
+    assert alike["mean"] == pytest.approx(2.9, rel=0.03) and exponential["mean"] == pytest.approx(2.9, rel=0.06)
+    assert alike["beyond"] == 0.0 and exponential["beyond"] > 5
 
 
 @pytest.mark.slow
-def test_asynchrony_of_four_is_a_momentum_of_three_quarters_with_a_quarter_of_the_rate(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of few runs, so that it is quick: the script fits 0.750 ± 0.003 to many."""
-    from reproduce import asynchrony_is_momentum
+def test_asynchrony_of_four_is_a_momentum_of_three_quarters_with_a_quarter_of_the_rate() -> None:
+    from reproduce.claims.asynchrony_is_momentum import point
 
-    monkeypatch.setattr(asynchrony_is_momentum, "RUNS_PER_SEED", 40)
-    momentum, share = asynchrony_is_momentum.fitted(groups=4, seed=0)
-    assert momentum == pytest.approx(0.75, abs=0.04) and share == pytest.approx(0.25, abs=0.05)
+    found = point(0, 4, runs=40, kind="exponential")
+    assert found["momentum"] == pytest.approx(0.75, abs=0.04) and found["share"] == pytest.approx(0.25, abs=0.05)
 
 
-def test_what_a_run_took_to_a_loss_is_read_from_what_it_showed() -> None:
+def test_a_static_split_waits_for_the_slow_worker_and_portions_on_demand_do_not() -> None:
+    """Eight workers with 12 of 90 batches of 10 ms: 120 ms if they are equal, 600 ms if one is five times slower."""
+    from reproduce.claims.portions_on_demand import CLAIM, point
+
+    demand, _, static = (method.settings for method in CLAIM.methods)
+    assert point(100, 1, task="digits", **static)["ms"] == pytest.approx(120, rel=0.15)
+    assert point(100, 5, task="digits", **static)["ms"] == pytest.approx(600, rel=0.15)
+    assert point(100, 5, task="digits", **demand)["ms"] < 200
+
+
+def test_what_a_run_took_to_a_loss_lies_between_two_reports() -> None:
+    """The loss falls from 2.0 at 1 s to 0.5 at 2 s: it is 1.0 after two thirds of the way."""
     result: Any = None  # not looked at
-    done = Done(result, [(1.0, 2.0), (2.0, 0.5), (3.0, 0.4)], 0.0, [], [(1.0, 10), (2.0, 30), (3.0, 40)])
-    assert (done.seconds_to(1.0), done.samples_to(1.0)) == (2.0, 30)
-    assert done.seconds_to(0.1) is None and done.samples_to(0.1) is None
-
-
-def test_of_what_one_seed_never_reached_there_is_no_mean() -> None:
-    assert mean_and_spread([1.0, 3.0]) == (2.0, 1.0)
-    assert mean_and_spread([1.0, math.inf]) == (math.inf, 0.0)
+    done = Done(result, [(1.0, 2.0), (2.0, 0.5), (3.0, 0.4)], 0.0, [], [(1.0, 10), (2.0, 40), (3.0, 50)])
+    assert (done.seconds_to(1.0), done.samples_to(1.0)) == (pytest.approx(1 + 2 / 3), pytest.approx(30))
+    assert (done.seconds_to(3.0), done.seconds_to(0.1), done.samples_to(0.1)) == (1.0, math.inf, math.inf)
 
 
 def test_the_tables_of_the_default_are_those_of_its_results() -> None:

@@ -141,7 +141,8 @@ def test_each_method_is_tuned_on_other_seeds_than_those_that_decide(tmp_path: Pa
 
 
 def test_a_rate_that_is_chosen_at_one_x_is_used_for_all(tmp_path: Path) -> None:
-    measured(replace(TUNED, tuned_at=1.0), tmp_path, seeds=2)
+    methods = [replace(method, tuned_at=1.0) for method in TUNED.methods]
+    measured(replace(TUNED, methods=methods), tmp_path, seeds=2)
     lines = [json.loads(line) for line in (tmp_path / "claim.jsonl").read_text().splitlines()][1:]
     assert sum(line["seed"] < FIRST_SEED for line in lines) == 2 * len(RATES) * 2
 

@@ -1,11 +1,8 @@
-"""The scripts about model parallelism: small forms of their claims, with numbers that are easy to check."""
+"""The claims about model parallelism: small forms of their claims, with numbers that are easy to check."""
 
 from __future__ import annotations
 
-import ast
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -15,30 +12,13 @@ from rainband.model_parallel.schedules.builders import gpipe, one_f_one_b
 from rainband.runtimes.simulation.models.cluster_model import ClusterModel, NodeModel
 from rainband.runtimes.simulation.models.compute import ComputeModel
 from rainband.runtimes.simulation.models.network import NetworkModel
-from reproduce import partition_speed_up, same_bubble
+from reproduce.claims import partition_speed_up, same_bubble
+from reproduce.claims.pipedream_plans import compare
+from reproduce.claims.sent_once import count
+from reproduce.claims.weight_stashing import apart
 from reproduce.image_nets import profile_of
-from reproduce.pipedream_plans import compare
-from reproduce.sent_once import count
 from reproduce.virtual_partition import batch_s
-from reproduce.weight_stashing import apart
 from tests.pipeline_models import one_thread  # noqa: F401 (a fixture for all)
-
-ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "results" / "reproductions.md").read_text(encoding="utf-8")
-TABLE = PAGE.partition("## Model parallelism")[2]
-SCRIPTS = [ROOT / "reproduce" / f"{name}.py" for name in re.findall(r"^\| `(\w+)`", TABLE, re.MULTILINE)]
-
-
-def test_the_page_about_model_parallelism_lists_five_scripts_and_they_are_there() -> None:
-    assert len(SCRIPTS) == 5 and all(path.exists() for path in SCRIPTS)
-
-
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
-def test_a_script_names_its_paper_and_prints_its_number_next_to_the_claim(path: Path) -> None:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    assert re.search(r"\(\w+ et al\. \d{4}", ast.get_docstring(tree) or "")
-    called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    assert {"arguments", "report", "draw"} <= called
 
 
 @pytest.mark.parametrize("kind", ["local", "fully connected"])

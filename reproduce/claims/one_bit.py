@@ -5,14 +5,26 @@ The paper trains on speech, and keeps two scales per column of a matrix.
 
 from __future__ import annotations
 
-from reproduce.claim import Check, Claim, Method
+from typing import Any
+
+from reproduce.claim import Check, Claim, Method, Values
 from reproduce.runs import train
 
 RATES = [{"lr": rate} for rate in (0.025, 0.05, 0.1, 0.2, 0.4)]
+SETTINGS: dict[str, Any] = {
+    "batch_per_worker": True,
+    "scaling": "none",
+    "optimizer": "sgd",
+    "lr_schedule": "cosine",
+}
+TASKS: dict[str, dict[str, Any]] = {
+    "digits": {"batch_size": 16, "epochs": 6},
+    "mlp": {"batch_size": 64, "epochs": 3},
+}
 
 
-def point(seed: int, x: float, task: str, **settings: object) -> dict[str, float]:
-    return train(task, "sync", workers=2, servers=1, seed=seed, **settings)  # type: ignore[arg-type]
+def point(seed: int, x: float, task: str, **settings: Any) -> Values:
+    return train(task, "sync", workers=2, servers=1, seed=seed, **settings)
 
 
 CLAIM = Claim(
@@ -25,13 +37,8 @@ CLAIM = Claim(
         Method("one bit", {"codec": "sign"}, RATES),
         Method("one bit, no feedback", {"codec": "sign:feedback=no"}, RATES),
     ),
-    settings={
-        "batch_per_worker": True,
-        "scaling": "none",
-        "optimizer": "sgd",
-        "lr_schedule": "cosine",
-    },
-    tasks={"digits": {"batch_size": 16, "epochs": 6}, "mlp": {"batch_size": 64, "epochs": 3}},
+    settings=SETTINGS,
+    tasks=TASKS,
     point=point,
     tuned_by="error",
     shown={"error": "test error, %"},

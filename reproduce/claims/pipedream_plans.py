@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from rainband.model_parallel.placement.pipedream_planner import pipedream
 from rainband.model_parallel.placement.placement import PlacedStage, Placement
@@ -19,8 +20,8 @@ from rainband.model_parallel.placement.profile import LinkSpeed, Profile, Resour
 from rainband.model_parallel.schedules.builders import pipedream as table_of
 from rainband.model_parallel.schedules.check import Costs
 from rainband.model_parallel.schedules.check import check as play
+from reproduce.claim import Check, Claim, Method, Values
 from reproduce.image_nets import profile_of
-from reproduce.runs import arguments, draw, report
 
 TERAFLOPS = (7, 14)  # a V100 peaks at 14 in float32, and often reaches half of it
 BATCH_SIZES = {"VGG-16": 64, "ResNet-50": 128}  # of one machine
@@ -102,33 +103,35 @@ def compare(net: str, teraflops: float, gbit: float) -> Compared:
     )
 
 
-def main() -> None:
-    asked = arguments("pipedream_plans", __doc__)
-    print(f"{MACHINES} machines, {PER_SERVER} per server; times are computed from operations, not measured\n")
-    lines: dict[str, list[tuple[float, float, float]]] = {}
-    seen: dict[tuple[str, float, float], Compared] = {}
-    for net in BATCH_SIZES:
-        for teraflops in TERAFLOPS:
-            for gbit in GBITS:
-                found = seen[net, teraflops, gbit] = compare(net, teraflops, gbit)
-                lines.setdefault(f"{net} at {teraflops} Tflop/s", []).append((gbit, found.gain, 0.0))
-                print(
-                    f"{net:10} {teraflops:2} Tflop/s {gbit:4} Gbit/s   plan {found.shape:6} "
-                    f"{found.images_per_s:6.0f} images/s, {found.gain:.2f} times data parallelism"
-                )
-    vgg, resnet = (seen[net, MAIN_TERAFLOPS, MAIN_GBIT] for net in BATCH_SIZES)
-    played = BATCH_SIZES["VGG-16"] / played_s(vgg.plan, profile("VGG-16", MAIN_TERAFLOPS))
-    print(f"\nVGG-16's schedule, simulated without a network: {played:.0f} images/s")
-    slow = seen["VGG-16", TERAFLOPS[0], MAIN_GBIT]
-    report(
-        "a pipeline beats data parallelism on VGG-16, and data parallelism is chosen for ResNet-50",
-        f"at {MAIN_GBIT} Gbit/s and {MAIN_TERAFLOPS} Tflop/s VGG-16 is placed as {vgg.shape}, {vgg.gain:.1f} times as "
-        f"fast and with {vgg.saved:.0%} less traffic, ResNet-50 as {resnet.shape} (one number: data parallelism). With "
-        f"machines half as fast VGG-16 is placed as {slow.shape}, because updates overlap with computation",
-        vgg.gain > 1.2 and "-" in vgg.shape and resnet.shape == str(MACHINES),
-    )
-    draw(asked.figure, "16 machines", "Gbit/s between servers", "times data parallelism", lines, xscale="log")
+def point(seed: int, x: float, net: str, teraflops: float) -> Values:
+    found = compare(net, teraflops, x)
+    return {"gain": found.gain, "saved": 100 * found.saved, "stages": len(found.plan.stages)}
 
 
-if __name__ == "__main__":
-    main()
+def at(net: str, measure: str) -> Any:
+    return lambda r: r(f"{net}, {MAIN_TERAFLOPS} Tflop/s", measure, MAIN_GBIT)
+
+
+CLAIM = Claim(
+    paper="Narayanan et al. 2019",
+    text="stages beat data parallelism on VGG-16, and ResNet-50 stays data-parallel",
+    part="Model parallelism",
+    methods=tuple(
+        Method(f"{net}, {teraflops} Tflop/s", {"net": net, "teraflops": teraflops})
+        for net in BATCH_SIZES
+        for teraflops in TERAFLOPS
+    ),
+    tasks={"": {}},
+    how="computation",
+    repeated=False,
+    point=point,
+    x=GBITS,
+    x_label="Gbit/s between servers of 4 of 16 machines",
+    log_x=True,
+    shown={"gain": "times as fast as data parallelism", "saved": "less traffic, %"},
+    checks=(
+        Check("VGG-16 at 10 Gbit/s", at("VGG-16", "gain"), above=1.2, unit="times as fast as data parallelism"),
+        Check("VGG-16", at("VGG-16", "saved"), above=85.0, unit="% less traffic"),
+        Check("ResNet-50 is placed as one stage", at("ResNet-50", "stages"), below=1.5, unit="stages", control=True),
+    ),
+)

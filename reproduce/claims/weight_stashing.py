@@ -23,10 +23,10 @@ from rainband.model_parallel.graph.split_loss import LossMicrobatch
 from rainband.model_parallel.schedules.builders import pipedream
 from rainband.model_parallel.schedules.table import Table
 from rainband.tasks.digits import Digits
-from reproduce.runs import arguments, draw, over_seeds, report
+from reproduce.claim import Check, Claim, Method, Values
 
 STAGES, WIDTH = 4, 48
-MICROS, SIZE, CHUNK = 400, 16, 20  # microbatches, samples in one; parameters are compared after each chunk
+MICROS, SIZE, CHUNK = 400, 16, 20  # microbatches, samples in one, and of how many the last losses are
 LR = 0.1
 SCHEDULES: dict[str, Callable[[int], Table]] = {
     "stashing": partial(pipedream, [1] * STAGES),
@@ -96,29 +96,31 @@ def apart(name: str, seed: int, microbatches: int) -> tuple[float, float, float]
     return distance(ours, reference), sum(losses[last:]) / -last, sum(expected[last:]) / -last
 
 
-def main() -> None:
-    asked = arguments("weight_stashing", __doc__)
-    seeds = range(asked.seeds)
-    lines: dict[str, list[tuple[float, float, float]]] = {name: [] for name in SCHEDULES}
-    losses = {}
-    for name in SCHEDULES:
-        for microbatches in (4, 25, 50, 100, 200, MICROS):
-            runs = [apart(name, seed, microbatches) for seed in seeds]
-            mean, spread = over_seeds(seeds, lambda seed, runs=runs: runs[seed][0])  # type: ignore[misc]
-            lines[name].append((microbatches, mean, spread))
-        losses[name] = over_seeds(seeds, lambda seed, runs=runs: runs[seed][1])[0]  # type: ignore[misc]
-        delayed = over_seeds(seeds, lambda seed, runs=runs: runs[seed][2])[0]  # type: ignore[misc]
-        print(f"{name:14} after {MICROS}: distance {mean:.2g}, loss {losses[name]:.3f}, delayed SGD {delayed:.3f}")
-    largest = {name: max(point[1] for point in points) for name, points in lines.items()}
-    report(
-        "with stashing the pipeline equals delayed SGD exactly; without, it does not",
-        f"largest distance from the reference: {largest['stashing']:g} with stashing, {largest['vertical sync']:g} "
-        f"with vertical sync, {largest['no stashing']:.2g} without; the loss is {losses['stashing']:.3f} with "
-        f"and {losses['no stashing']:.3f} without",
-        largest["stashing"] == largest["vertical sync"] == 0.0 < largest["no stashing"],
-    )
-    draw(asked.figure, "Four stages on digits", "microbatches", "distance from delayed SGD, relative", lines)
+def point(seed: int, x: float, schedule: str) -> Values:
+    distance, loss, delayed_loss = apart(schedule, seed, int(x))
+    return {"distance": distance, "loss": loss, "delayed_loss": delayed_loss}
 
 
-if __name__ == "__main__":
-    main()
+CLAIM = Claim(
+    paper="Narayanan et al. 2019, section 3.3",
+    text="with stashed weights a pipeline is delayed SGD, exactly; without, it is not",
+    part="Model parallelism",
+    methods=tuple(Method(name, {"schedule": name}) for name in SCHEDULES),
+    tasks={"": {}},
+    how="computation",
+    point=point,
+    x=(4, 25, 50, 100, 200, MICROS),
+    x_label="microbatches",
+    shown={"distance": "distance from delayed SGD, relative", "loss": "loss of the last microbatches"},
+    checks=(
+        Check("stashing", lambda r: r("stashing", "distance", MICROS), below=1e-12, unit="from delayed SGD"),
+        Check("vertical sync", lambda r: r("vertical sync", "distance", MICROS), below=1e-12, unit="from delayed SGD"),
+        Check(
+            "no stashing",
+            lambda r: r("no stashing", "distance", MICROS),
+            above=1e-6,
+            unit="from delayed SGD",
+            control=True,
+        ),
+    ),
+)

@@ -24,7 +24,7 @@ from rainband.model_parallel.graph.tiles import Window, bounds, overlaps
 from rainband.model_parallel.placement.profile import CutValue, Profile, Unit
 from rainband.runtimes.simulation.models.cluster_model import ClusterModel, NodeModel, load_model
 from rainband.runtimes.simulation.models.compute import ComputeModel
-from reproduce.runs import arguments, draw, over_seeds, report
+from reproduce.claim import Check, Claim, Method, Values
 from reproduce.virtual_partition import batch_s
 
 SPEECH = (440, 2560, 2560, 2560, 2560, 8192)
@@ -78,7 +78,9 @@ def _time(layer: nn.Module, x: torch.Tensor) -> tuple[float, float]:
 
 def speech(machines: int) -> Profile:
     """Put part p of each layer on machine p; all parts of a layer go to all machines, as do the sums of the softmax."""
-    units, values, below = [], [], []
+    units: list[Unit] = []
+    values: list[CutValue] = []
+    below: list[str] = []
     for layer, (inputs, outputs) in enumerate(pairwise(SPEECH)):
         names = [f"{layer}.{part}" for part in range(machines)]
         times = linear_s(inputs, outputs // machines)
@@ -160,51 +162,62 @@ def seconds(profile: Profile, cores: int, seed: int) -> float:
     return batch_s(quick, where, cluster(), seed)
 
 
-def speed_ups(profiles: dict[int, Profile], cores: int, seeds: range) -> list[tuple[float, float, float]]:
-    """Return points (number of machines, speed-up over one machine, spread)."""
-    alone, _ = over_seeds(seeds, lambda seed: seconds(profiles[1], cores, seed))
-    points = []
-    for machines, profile in profiles.items():
-        mean, spread = over_seeds(seeds, lambda seed, p=profile: alone / seconds(p, cores, seed))  # type: ignore[misc]
-        points.append((machines, mean, spread))
-        print(
-            f"{profile.model:7} {cores} cores  {machines:3} machines:  {alone / mean * 1e3:7.0f} ms, {mean:5.2f} times"
-        )
-    return points
-
-
-def main() -> None:
-    asked = arguments("partition_speed_up", __doc__)
+def point(seed: int, x: float, net: str, cores: int) -> Values:
+    """Return how many times as fast x machines are as one."""
     torch.set_num_threads(1)
-    nets = {"fully connected, 42 M": {m: speech(m) for m in MACHINES}}
-    nets["locally connected, 1.7 G"] = {r * c: images(r, c) for r, c in GRIDS}
-    for name, profiles in nets.items():
-        alone = profiles[1]
-        weights = sum(unit.parameter_bytes for unit in alone.units) / FLOAT_BYTES
-        print(f"{name}: {weights / 1e6:.1f} M weights, {sum(u.seconds for u in alone.units):.2f} s a batch on one core")
-    lines, peaks = {}, {}
-    for cores in CORES:
-        for name, profiles in nets.items():
-            points = speed_ups(profiles, cores, range(asked.seeds))
-            lines[f"{name}, {cores} {'core' if cores == 1 else 'cores'}"] = points
-            peaks[name, cores] = max(points, key=lambda point: point[1])
-    (full, local), last = list(nets), {name: points[-1][1] for name, points in lines.items()}
-    inner = all(peaks[full, cores][0] < MACHINES[-1] for cores in CORES)
-    slows = all(last[f"{full}, {'1 core' if c == 1 else f'{c} cores'}"] < 0.95 * peaks[full, c][1] for c in CORES)
-    further = all(peaks[local, c][0] > peaks[full, c][0] and peaks[local, c][1] > peaks[full, c][1] for c in CORES)
-    found = "; ".join(
-        f"with {c} core{'s' if c > 1 else ''} {peaks[full, c][1]:.1f} times on {peaks[full, c][0]:.0f} and "
-        f"{peaks[local, c][1]:.1f} times on {peaks[local, c][0]:.0f}"
-        for c in CORES
-    )
-    report(
-        "fully connected, 42 M: 2.2 times as fast on 8 machines, slower on more; local, 1.7 G: over 12 times on 81",
-        f"fastest, full and local: {found}; the full model {'is' if slows else 'is not'} slower on more machines",
-        inner and slows and further,
-    )
-    how = {"xscale": "log", "yscale": "log"}
-    draw(asked.figure, "One batch of 32 on 1 Gbit/s", "machines", "times as fast as one", lines, **how)
+    return {"times": seconds(profile(net, 1), cores, seed) / seconds(profile(net, int(x)), cores, seed)}
 
 
-if __name__ == "__main__":
-    main()
+@cache
+def profile(net: str, machines: int) -> Profile:
+    grids = {rows * columns: (rows, columns) for rows, columns in GRIDS}
+    return speech(machines) if net == FULL else images(*grids[machines])
+
+
+FULL, LOCAL = "fully connected, 42 M", "locally connected, 1.7 G"
+CLAIM = Claim(
+    paper="Dean et al. 2012, figure 3",
+    text="a fully connected model is fastest on 8 machines, and slower on more; a local one is 12 times as fast on 81",
+    part="Model parallelism",
+    methods=tuple(
+        Method(f"{net}, {cores} {'core' if cores == 1 else 'cores'}", {"net": net, "cores": cores}, x=at)
+        for net, at in ((FULL, MACHINES), (LOCAL, tuple(rows * columns for rows, columns in GRIDS)))
+        for cores in CORES
+    ),
+    tasks={"": {}},
+    point=point,
+    x=MACHINES,
+    x_label="machines on 1 Gbit/s",
+    log_x=True,
+    shown={"times": "times as fast as one machine"},
+    checks=(
+        *(
+            Check(
+                f"{FULL}, {cores}: slower on 64 machines than on {inner}",
+                lambda r, name=f"{FULL}, {cores}", inner=inner: r(name, "times", inner) / r(name, "times", 64),
+                above=1.0,
+                unit="times",
+            )
+            for cores, inner in (("1 core", 32), ("4 cores", 16))
+        ),
+        Check(
+            f"{FULL}, 4 cores: faster on 8 machines than on 32",
+            lambda r: r(f"{FULL}, 4 cores", "times", 8) / r(f"{FULL}, 4 cores", "times", 32),
+            above=1.0,
+            unit="times",
+        ),
+        Check(
+            f"{LOCAL}, 4 cores: on 81 machines",
+            lambda r: r(f"{LOCAL}, 4 cores", "times", 81),
+            above=12.0,
+            unit="times as fast as one",
+        ),
+        Check(
+            f"{LOCAL}, 4 cores: faster on 81 machines than on 36",
+            lambda r: r(f"{LOCAL}, 4 cores", "times", 81) / r(f"{LOCAL}, 4 cores", "times", 36),
+            above=1.0,
+            unit="times",
+            control=True,
+        ),
+    ),
+)

@@ -22,7 +22,7 @@ from rainband.model_parallel.graph.split_loss import LossMicrobatch
 from rainband.model_parallel.schedules.builders import gpipe, one_f_one_b
 from rainband.model_parallel.schedules.check import Costs, check
 from rainband.model_parallel.schedules.table import Table
-from reproduce.runs import arguments, draw, report
+from reproduce.claim import Check, Claim, Method, Values
 
 SCHEDULES = {"GPipe": gpipe, "1F1B": one_f_one_b}
 SIZES = [(stages, microbatches) for stages in range(1, 7) for microbatches in range(1, 13)]
@@ -90,30 +90,41 @@ def largest_error() -> tuple[float, float]:
     return from_formula, from_each_other
 
 
-def main() -> None:
-    asked = arguments("same_bubble", __doc__)
-    error, apart_s = largest_error()
-    print(f"{len(SIZES) * len(COSTS)} pairs of schedules: idle time differs from its formula by at most {error:.0e}\n")
-    one = peak_bytes(gpipe, 1, 1)[0]  # of one microbatch in one stage
-    lines: dict[str, Sequence[tuple[float, float, float]]] = {}
-    peaks = {}
-    for name, make in SCHEDULES.items():
-        peaks[name] = peak_bytes(make, STAGES, MICROS)
-        lines[f"{name}, measured"] = [(stage, peak / 1000, 0.0) for stage, peak in enumerate(peaks[name])]
-        print(f"{name:6} saved for backward passes, kB by stage:  {', '.join(f'{p / 1000:.0f}' for p in peaks[name])}")
-    formula = [min(MICROS, STAGES - stage) * one for stage in range(STAGES)]
-    lines["(S - s) of one microbatch"] = [(stage, size / 1000, 0.0) for stage, size in enumerate(formula)]
-    report(
-        "with a flush, 1F1B idles as long as GPipe, and keeps the activations of S - s microbatches instead of M",
-        f"the same time in all of {len(SIZES)} sizes; with {STAGES} stages and {MICROS} microbatches GPipe keeps "
-        f"{peaks['GPipe'][0] / one:g} microbatches in each stage, 1F1B "
-        f"{', '.join(f'{peak / one:g}' for peak in peaks['1F1B'])}",
-        error < 1e-9 and apart_s < 1e-9 and peaks["1F1B"] == formula and set(peaks["GPipe"]) == {MICROS * one},
-    )
-    draw(
-        asked.figure, f"{STAGES} stages, {MICROS} microbatches", "stage", "kB saved for backward passes, at most", lines
-    )
+def point(seed: int, x: float, schedule: str) -> Values:
+    (one,) = peak_bytes(gpipe, 1, 1)  # of one microbatch in one stage
+    kept = peak_bytes(SCHEDULES[schedule], STAGES, MICROS)[int(x)] / one
+    from_formula, from_each_other = largest_error()
+    return {"kept": kept, "from_formula": from_formula, "from_each_other": from_each_other}
 
 
-if __name__ == "__main__":
-    main()
+def kept_beyond(schedule: str, stage: int, microbatches: int) -> Any:
+    return lambda r: abs(r(schedule, "kept", stage) - microbatches)
+
+
+CLAIM = Claim(
+    paper="Huang et al. 2019; Narayanan et al. 2021",
+    text="with a flush, 1F1B idles as long as GPipe, and keeps the activations of S - s microbatches instead of M",
+    part="Model parallelism",
+    methods=tuple(Method(name, {"schedule": name}) for name in SCHEDULES),
+    tasks={"": {}},
+    how="computation",
+    repeated=False,
+    point=point,
+    x=tuple(range(STAGES)),
+    x_label="stage s of 6; 12 microbatches",
+    shown={"kept": "microbatches kept"},
+    checks=(
+        Check(
+            f"idle time of {len(SIZES)} sizes, against (S - 1) / (M + S - 1)",
+            lambda r: r("1F1B", "from_formula", 0),
+            below=1e-9,
+            unit="apart at most",
+        ),
+        Check("and against GPipe", lambda r: r("1F1B", "from_each_other", 0), below=1e-9, unit="s apart at most"),
+        *(
+            Check(f"1F1B, stage {stage} keeps {STAGES - stage}", kept_beyond("1F1B", stage, STAGES - stage), below=1e-9)
+            for stage in range(STAGES)
+        ),
+        Check("GPipe, stage 0 keeps all 12", kept_beyond("GPipe", 0, MICROS), below=1e-9, control=True),
+    ),
+)

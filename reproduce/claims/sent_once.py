@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from rainband.model_parallel.execution.in_process import Partitioned
 from rainband.model_parallel.graph.cut import cut
 from rainband.model_parallel.graph.split_marks import whole
-from reproduce.runs import arguments, draw, over_seeds, report
+from reproduce.claim import Check, Claim, Method, Results, Values
 
 LAYERS, WIDTH, REACH = 4, 24, 3  # the largest distance of a neighbor that a local node reads
 SIZE, BATCH = 4, 6  # numbers in a node, samples
@@ -126,31 +128,49 @@ def _whole(net: Net, x: Tensor) -> tuple[Tensor, list[Tensor]]:
     return answer.detach(), list(torch.autograd.grad(_loss(answer), list(net.parameters())))
 
 
-def main() -> None:
-    asked = arguments("sent_once", __doc__)
+def point(seed: int, x: float, kind: str) -> Values:
     torch.set_num_threads(1)  # nodes are too small for threads
-    lines: dict[str, list[tuple[float, float, float]]] = {}
-    counts = []
-    for kind in KINDS:
-        for machines in MACHINES:
-            runs = [count(kind, machines, seed) for seed in range(asked.seeds)]
-            counts += runs
-            for name, values in (("messages", [r.sent for r in runs]), ("crossing edges", [r.edges for r in runs])):
-                mean, spread = over_seeds(range(asked.seeds), lambda seed, values=values: float(values[seed]))  # type: ignore[misc]
-                lines.setdefault(f"{kind}, {name}", []).append((machines, mean, spread))
-            print(f"{kind:15} {machines:2} machines:  {runs[0].sent:4} messages for {runs[0].edges:4} crossing edges")
-    exact = all(run.sent == run.came_back == run.distinct < run.edges for run in counts)
-    worst = max(run.largest_error for run in counts)
-    saved = {kind: lines[f"{kind}, crossing edges"][-1][1] / lines[f"{kind}, messages"][-1][1] for kind in KINDS}
-    report(
-        "a node's state is sent once for each machine that needs it, fewer times than edges cross",
-        f"{len(counts)} models: messages there and back {'are' if exact else 'are NOT'} the distinct (value, machine), "
-        f"{saved['local']:.1f} (local) and {saved['fully connected']:.1f} (full) times fewer than edges on "
-        f"{MACHINES[-1]} machines; the largest difference from the whole model is {worst:.0e}",
-        exact and worst < 1e-12,
-    )
-    draw(asked.figure, "Messages and crossing edges in one pass", "machines", "count", lines, yscale="log")
+    run = count(kind, int(x), seed)
+    wrong = abs(run.sent - run.distinct) + abs(run.came_back - run.distinct)
+    return {
+        "sent": run.sent,
+        "edges": run.edges,
+        "fewer": run.edges / run.sent,
+        "wrong": wrong,
+        "off": run.largest_error,
+    }
 
 
-if __name__ == "__main__":
-    main()
+def worst(measure: str) -> Any:
+    def over_all(r: Results) -> Any:
+        return np.max([r(kind, measure, machines) for kind in KINDS for machines in MACHINES], axis=0)
+
+    return over_all
+
+
+CLAIM = Claim(
+    paper="Dean et al. 2012, figure 1",
+    text="a value is sent once to each machine that needs it, fewer times than edges cross",
+    part="Model parallelism",
+    methods=tuple(Method(kind, {"kind": kind}) for kind in KINDS),
+    tasks={"": {}},
+    how="computation",
+    point=point,
+    x=MACHINES,
+    x_label="machines",
+    log_x=True,
+    shown={"sent": "messages in one pass", "fewer": "crossing edges per message"},
+    checks=(
+        Check("messages that are not one per value and machine", worst("wrong"), below=0.5),
+        Check("the largest difference from the whole model", worst("off"), below=1e-12),
+        *(
+            Check(
+                f"{kind}, {MACHINES[-1]} machines: crossing edges per message",
+                lambda r, kind=kind: r(kind, "fewer", MACHINES[-1]),
+                above=1.0,
+                control=True,
+            )
+            for kind in KINDS
+        ),
+    ),
+)
