@@ -7,8 +7,8 @@ from typing import Any
 from reproduce.claim import Check, Claim, Method, Values
 from reproduce.runs import simulated
 
-SGD = [{"optimizer": "sgd", "lr": rate} for rate in (0.005, 0.01, 0.02, 0.05, 0.1, 0.2)]
-ADAGRAD = [{"optimizer": "adagrad", "lr": rate} for rate in (0.001, 0.002, 0.005, 0.01, 0.02, 0.05)]
+SGD = [{"optimizer": "sgd", "lr": rate} for rate in (0.01, 0.02, 0.05, 0.1)]
+ADAGRAD = [{"optimizer": "adagrad", "lr": rate} for rate in (0.002, 0.005, 0.01, 0.02)]
 WARM = {"warm_start_batches": 90}
 USABLE = 30.0  # % of errors
 
@@ -28,7 +28,7 @@ CLAIM = Claim(
     ),
     tasks={"digits": {"epochs": 4, "batch_size": 16}},
     point=point,
-    x=(1, 8, 16, 32),
+    x=(8, 16, 32),
     x_label="workers",
     log_x=True,
     tuned_by="error",

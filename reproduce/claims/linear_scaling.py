@@ -27,7 +27,7 @@ CLAIM = Claim(
         Method(WITH, {"warmup_fraction": 0.1}, RATES, tuned_at=1),
     ),
     settings={"momentum": 0.9, "optimizer": "sgd", "scaling": "linear", "lr_schedule": "cosine"},
-    tasks={"digits": {"epochs": 15, "batch_size": 16}, "mlp": {"epochs": 2, "batch_size": 32}},
+    tasks={"digits": {"epochs": 15, "batch_size": 16}},
     point=point,
     x=WORKERS,
     x_label="workers K",

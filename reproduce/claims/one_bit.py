@@ -17,10 +17,7 @@ SETTINGS: dict[str, Any] = {
     "optimizer": "sgd",
     "lr_schedule": "cosine",
 }
-TASKS: dict[str, dict[str, Any]] = {
-    "digits": {"batch_size": 16, "epochs": 6},
-    "mlp": {"batch_size": 64, "epochs": 3},
-}
+TASKS: dict[str, dict[str, Any]] = {"digits": {"batch_size": 16, "epochs": 6}}
 
 
 def point(seed: int, x: float, task: str, **settings: Any) -> Values:

@@ -10,7 +10,7 @@ from typing import Any
 from reproduce.claim import Check, Claim, Method, Values
 from reproduce.runs import simulated
 
-RATES = [{"lr": rate} for rate in (0.05, 0.1, 0.2, 0.3, 0.4)]
+RATES = [{"lr": rate} for rate in (0.1, 0.2, 0.3)]
 NS = (1, 15, 30)
 HARD, ONE, DIVIDED, OWN = "lock-step", "the rate of n = 1", "divided by the staleness", "a rate tuned for each n"
 SOFT = {"strategy": "soft_sync", "guard": False}
@@ -32,7 +32,7 @@ CLAIM = Claim(
         Method(HARD, {"strategy": "sync"}, RATES, x=(1,)),
         Method(ONE, {**SOFT, "scaling": "none"}, RATES, tuned_at=1),
         Method(DIVIDED, {**SOFT, "scaling": "staleness"}, RATES, tuned_at=1),
-        Method(OWN, {**SOFT, "scaling": "none"}, [{"lr": rate} for rate in (0.003, 0.006, 0.012, 0.025, 0.05)]),
+        Method(OWN, {**SOFT, "scaling": "none"}, [{"lr": rate} for rate in (0.005, 0.015, 0.05)]),
     ),
     tasks={"digits": {"batch_size": 4, "epochs": 12}},
     point=point,
