@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
 
-from rainband.bench.cases import peers
+from rainband.bench.cases import checkpoints, peers, startup
 from rainband.bench.harness.processes import BenchProcess
+from rainband.protocol import events
 from rainband.runtimes.processes.zygote import Zygote
+from rainband.views.history import read_run
 
 BYTES_64_MIB = 64 << 20
 
@@ -63,3 +66,26 @@ def test_a_copy_in_one_process_is_measured_in_a_process_like_the_others(monkeypa
     rows = peers._size(None, "1 MB", 1 << 20, 3)  # type: ignore[arg-type]
     assert ("copy_main", peers.CopyOrder(1 << 20, 3)) in started
     assert [row.value for row in rows if row.name == "1 MB copied in one process"] == [4.0]
+
+
+@pytest.mark.processes
+def test_a_run_that_is_timed_as_it_continues_begins_with_a_checkpoint_of_the_one_before(tmp_path: Path) -> None:
+    """The run before was once too short for a checkpoint: nothing continued, and nothing was measured."""
+    began_s, continued_s = checkpoints.start_and_resume_s(tmp_path, ["mlp", "single", "--eval-every", "0"])
+    assert min(began_s, continued_s) > 0
+    (began,), (continued,) = ((tmp_path / name).iterdir() for name in ("began", "continued"))
+    (checkpoint,) = (began / "checkpoints").iterdir()
+    (restored,) = [event for event in read_run(continued).events if isinstance(event, events.Restored)]
+    assert restored.place == str(checkpoint)
+
+
+def test_a_run_that_ends_before_its_first_step_is_reported_with_its_reason(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"resume nothing ended before its first step: .*there are no runs in"):
+        startup.first_step_s(["resume", "nothing"], tmp_path)
+
+
+@pytest.mark.processes
+def test_servers_read_a_checkpoint_in_processes_of_their_own(tmp_path: Path) -> None:
+    rows = checkpoints.rates(tmp_path, 24)
+    assert [row.name for row in rows if row.unit == "GB/s"] == ["writing 0.03 GB", "reading 0.03 GB for three servers"]
+    assert not list(tmp_path.rglob("*.safetensors"))

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 WRITE_BYTES = 8 << 20  # after which the disk begins to write
-AHEAD_BYTES = 16 << 20  # that the disk reads ahead
 
 
 class Store(Protocol):
@@ -96,8 +95,6 @@ class LocalStore:
 
     def read(self, path: str, first: int, number: int) -> bytearray:
         with (self.root / path).open("rb", buffering=0) as file:
-            # The disk reads what comes next while this part is checked and copied.
-            os.posix_fadvise(file.fileno(), first + number, AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
             file.seek(first)
             found, memory = 0, bytearray(max(0, min(number, os.fstat(file.fileno()).st_size - first)))
             with memoryview(memory) as view:

@@ -8,15 +8,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import msgspec
 import torch
 
 from rainband.bench.cases.startup import MAIN, first_step_s
+from rainband.bench.harness.processes import BenchProcess
 from rainband.bench.harness.rows import Effort, Row, at_least, at_most
 from rainband.checkpoints import commit
 from rainband.checkpoints.manifest import Manifest, RunFacts
@@ -28,11 +29,13 @@ from rainband.protocol.messages import COORDINATOR, Assign, Message, Saved, Take
 from rainband.runtimes.checkpoints.background import BackgroundThread
 from rainband.runtimes.checkpoints.restore import restore_server
 from rainband.runtimes.checkpoints.write import ServerWriter
+from rainband.runtimes.processes.zygote import Zygote
 from rainband.runtimes.simulation.nodes import publish
 from rainband.server.server import Server
 from rainband.strategies.downpour import Downpour
 
 COUNTED = 8 << 20  # bytes of each write of the baseline
+READERS = 3  # servers of the run that continues
 RUN = ["mlp", "downpour", "--workers", "2", "--servers", "1", "--eval-every", "0"]
 
 
@@ -40,13 +43,13 @@ def run(effort: Effort) -> list[Row]:
     megabytes, seconds = (1024, 30.0) if effort == "full" else (256, 12.0)
     torch.set_num_threads(1)  # as in a server
     with tempfile.TemporaryDirectory(dir=os.getcwd()) as folder:
-        return [*_rates(Path(folder), megabytes), *_cost(Path(folder), seconds), *_start(Path(folder), effort)]
+        return [*rates(Path(folder), megabytes), *_cost(Path(folder), seconds), *_start(Path(folder), effort)]
 
 
 # ---- rates of one server ----
 
 
-def _rates(folder: Path, megabytes: int) -> list[Row]:
+def rates(folder: Path, megabytes: int) -> list[Row]:
     """Write and read the blocks of a server that has this much, and compare with plain files on the same disk."""
     layout = arrange([LayoutEntry(f"layer{i}", (1 << 20,)) for i in range(megabytes // 12)])  # with Adam, 12 MB each
     blocks = cut(layout, 1)
@@ -75,10 +78,9 @@ def _rates(folder: Path, megabytes: int) -> list[Row]:
     limit_w = max(_plain_write(folder / "plain", num_bytes) for _ in range(2))
     _forget([folder / "plain", *(folder / "checkpoints" / name).iterdir()])
     limit_r = _plain_read(folder / "plain", num_bytes)
-    again = [_server(plan, [blocks[i] for i in mine], layout.groups) for mine in deal(blocks, 3)]
-    began = time.perf_counter()
-    _each_in_a_process([partial(_restore, each, store, name) for each in again])
-    read = num_bytes / (time.perf_counter() - began)
+    _forget([folder / "plain"])
+    kept_r = _plain_read(folder / "plain", num_bytes, keeps=True)
+    read = num_bytes / _read_s(store, name)
     (folder / "plain").unlink()
     store.remove(name)
     size = f"{num_bytes / 1e9:.2f} GB"
@@ -87,28 +89,49 @@ def _rates(folder: Path, megabytes: int) -> list[Row]:
         at_least(f"writing {size}", wrote / limit_w, 0.8, "the disk, writing one file"),
         Row(f"reading {size} for three servers", read / 1e9, "GB/s"),
         at_least(f"reading {size} for three servers", read / limit_r, 0.8, "the disk, reading one file"),
+        Row(f"reading {size} for three servers", read / kept_r, "x", "one process, reading one file into new memory"),
     ]
 
 
-def _restore(server: Server, store: LocalStore, name: str) -> None:
-    restore_server(server, Checkpoint(store, name))
+class ReadOrder(msgspec.Struct, frozen=True):
+    """The order for a server that reads its blocks of a checkpoint."""
+
+    root: str
+    name: str
+    server: int
 
 
-def _each_in_a_process(functions: Sequence[Callable[[], None]]) -> None:
-    """Call functions at the same time, each in a process of its own, as the servers of a run are."""
-    children = []
-    for function in functions:
-        child = os.fork()
-        if not child:
-            code = 1
-            try:
-                function()
-                code = 0
-            finally:
-                os._exit(code)
-        children.append(child)
-    codes = [os.waitpid(child, 0)[1] for child in children]
-    assert not any(codes), f"a process has failed: {codes}"
+def _read_s(store: LocalStore, name: str) -> float:
+    """Return the seconds in which several servers, each in a process, read their blocks at the same time."""
+    zygote = Zygote.start(("torch",))
+    go_read, go_write = os.pipe()
+    try:
+        orders = [ReadOrder(str(store.root), name, server) for server in range(READERS)]
+        entry = "rainband.bench.cases.checkpoints:read_main"
+        processes = [BenchProcess(zygote, entry, order, "reading server", [go_read]) for order in orders]
+        os.close(go_read)
+        for process in processes:
+            process.read_byte()
+        os.close(go_write)
+        spans = [process.result(tuple[float, float]) for process in processes]
+    finally:
+        zygote.close(0.0)
+    return max(end for _, end in spans) - min(began for began, _ in spans)
+
+
+def read_main(job: bytes, fds: list[int]) -> None:
+    """Restore a server's blocks when all servers are ready; report when that began and ended."""
+    order = msgspec.msgpack.decode(job, type=ReadOrder)
+    checkpoint = Checkpoint(LocalStore(Path(order.root)), order.name)
+    manifest = checkpoint.manifest
+    blocks = cut(manifest.layout, 1)
+    server = _server(manifest.plan, [blocks[i] for i in deal(blocks, READERS)[order.server]], manifest.layout.groups)
+    os.write(fds[0], b"r")
+    os.read(fds[1], 1)
+    began = time.perf_counter()
+    restore_server(server, Checkpoint(checkpoint.store, order.name))
+    os.write(fds[0], msgspec.msgpack.encode((began, time.perf_counter())))
+    os.close(fds[0])
 
 
 def _server(plan: DataPlan, blocks: Sequence[Any], groups: Any) -> Server:
@@ -145,11 +168,14 @@ def _plain_write(path: Path, num_bytes: int) -> float:
     return num_bytes // COUNTED * COUNTED / (time.perf_counter() - began)
 
 
-def _plain_read(path: Path, num_bytes: int) -> float:
-    began, memory = time.perf_counter(), bytearray(COUNTED)
+def _plain_read(path: Path, num_bytes: int, keeps: bool = False) -> float:
+    """Return the rate of reading one file: into the same memory again and again, or into new memory, as servers do."""
+    began, memory, kept = time.perf_counter(), bytearray(COUNTED), []
     with path.open("rb", buffering=0) as file:
         while file.readinto(memory):
-            pass
+            if keeps:
+                kept.append(memory)
+                memory = bytearray(COUNTED)
     return num_bytes / (time.perf_counter() - began)
 
 
@@ -189,13 +215,20 @@ def _trained(folder: Path, every: str, epochs: int) -> dict[str, Any]:
 
 def _start(folder: Path, effort: Effort) -> list[Row]:
     """Compare the time until the first step of a run that continues with that of a run that begins."""
-    run = _trained(folder, "1s", 8 if effort == "full" else 4)["directory"]
-    pairs = [
-        (first_step_s(["train", *RUN, "--epochs", "40"]), first_step_s(["resume", run, "--epochs", "40"]))
-        for _ in range(5 if effort == "full" else 2)
-    ]
+    pairs = [start_and_resume_s(folder / f"pair-{i}", RUN) for i in range(5 if effort == "full" else 2)]
     fresh, resumed = (median(column) for column in zip(*pairs, strict=True))
     return [
         Row("rainband resume to the first step", resumed, "s"),
         at_most("rainband resume to the first step", resumed / fresh, 1.5, "a fresh start"),
     ]
+
+
+def start_and_resume_s(folder: Path, words: Sequence[str]) -> tuple[float, float]:
+    """Return the seconds to the first step of a run that begins, is stopped then, and is continued.
+
+    A run that is stopped writes a checkpoint, however short it was.
+    """
+    began, continued = folder / "began", folder / "continued"
+    fresh = first_step_s(["train", *words, "--epochs", "40"], began)
+    (run,) = began.iterdir()
+    return fresh, first_step_s(["resume", str(run)], continued)

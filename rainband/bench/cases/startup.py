@@ -30,19 +30,26 @@ def run(effort: Effort) -> list[Row]:
     ]
 
 
-def first_step_s(words: Sequence[str]) -> float:
-    """Return the seconds from the start of a command to the first step of its run, which is then ended."""
-    with tempfile.TemporaryDirectory() as root:
-        started = time.perf_counter()
-        process = subprocess.Popen(
-            [sys.executable, "-c", MAIN, *words, "--runs", root], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+def first_step_s(words: Sequence[str], runs: Path | None = None) -> float:
+    """Return the seconds from the start of a command to the first step of its run, which is then stopped.
+
+    `runs`: an empty folder for the run, which is kept; None: a temporary one.
+    """
+    if runs is None:
+        with tempfile.TemporaryDirectory() as folder:
+            return first_step_s(words, Path(folder))
+    started = time.perf_counter()
+    command = [sys.executable, "-c", MAIN, *words, "--runs", str(runs)]
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
         try:
             while process.poll() is None:
-                if any(b'"FirstStep"' in log.read_bytes() for log in Path(root).glob("*/events.jsonl")):
+                if any(b'"FirstStep"' in log.read_bytes() for log in runs.glob("*/events.jsonl")):
                     return time.perf_counter() - started
                 time.sleep(0.005)
         finally:
             process.terminate()
             process.wait()
-    raise RuntimeError("the run ended before its first step: run the command by hand to see why.")
+        errors.seek(0)
+        why = errors.read().decode(errors="replace").strip()
+    raise RuntimeError(f"rainband {' '.join(words)} ended before its first step: {why or 'it said nothing'}")
