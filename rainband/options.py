@@ -177,7 +177,7 @@ class TrainingOptions(TypedDict, total=False):
     from_weights: Annotated[
         str | Path | None,
         Option(
-            "Begin with these weights: a safetensors file, a folder with model.safetensors, or an earlier run.",
+            "Begin with these weights: a safetensors file, its folder, an earlier run, or a checkpoint.",
             "FILE",
             "the task's own",
             flag="--from",

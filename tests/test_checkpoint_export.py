@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import rainband
 from rainband.cli.main import build_app
+from rainband.model.save import load_tensors
 from rainband.options import OptionError, RunOptions
 from rainband.runtimes.checkpoints.choose import with_checkpoints
 from rainband.runtimes.checkpoints.export import save_pretrained
@@ -135,6 +136,41 @@ def test_a_run_begins_with_given_weights(tmp_path: Path) -> None:
     assert torch.equal(run.parameters["weight"].view(-1), TASK.after(0.5) + 100)
 
 
+@pytest.mark.parametrize("what", ["a checkpoint", "a run without a model", "the folder of checkpoints"])
+def test_a_run_begins_with_the_parameters_of_a_checkpoint(tmp_path: Path, what: str) -> None:
+    before = train(tmp_path / "a", "downpour", SGD, checkpoint_every_s=4.0)
+    (before.directory / "model.safetensors").unlink()
+    checkpoint = Path(before.checkpoints[-1])
+    given = {"a checkpoint": checkpoint, "a run without a model": before.directory}.get(what, checkpoint.parent)
+    said: list[str] = []
+    config = with_checkpoints(CONFIG, {"from_weights": str(given)}, said.append)
+    assert config.from_weights == str(checkpoint) and not config.resume_from
+    assert bool(said) is (what != "a checkpoint")
+    after = train(tmp_path / "b", "downpour", SGD, from_weights=config.from_weights)
+    begun = model_of(opened(str(checkpoint)))["weight"].view(-1)
+    assert torch.equal(after.parameters["weight"].view(-1), begun + TASK.after(0.5))
+
+
+class Tied(nn.Module):
+    """A model with a shared parameter, and a buffer that no file of the model has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 2, bias=False)
+        self.second = nn.Linear(2, 2, bias=False)
+        self.second.weight = self.first.weight
+        self.register_buffer("scratch", torch.zeros(1), persistent=False)
+
+
+def test_the_tensors_of_a_checkpoint_name_a_shared_parameter_once() -> None:
+    module, tensors = Tied(), {"first.weight": torch.ones(2, 2), "scratch": torch.ones(1)}
+    load_tensors(module, tensors, "step-0000000008")
+    assert torch.equal(module.second.weight, torch.ones(2, 2)) and not module.get_buffer("scratch").any()
+    for wrong in ({**tensors, "third": torch.ones(1)}, {}, {"first.weight": torch.ones(3)}):
+        with pytest.raises(ValueError, match="the weights of step-0000000008 are not those of this model"):
+            load_tensors(module, wrong, "step-0000000008")
+
+
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     weights = tmp_path / "other.safetensors"
     save_file({"bias": torch.zeros(1)}, weights)
@@ -151,6 +187,18 @@ def test_what_is_no_safetensors_file_is_refused(tmp_path: Path, given: str, what
     runs = tmp_path / "runs"
     with pytest.raises(ValueError, match=what):
         with_checkpoints(CONFIG, {"from_weights": str(tmp_path / given), "runs": str(runs)}, print)
+
+
+def test_an_end_before_the_batches_that_are_done_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    """96 batches are three epochs of 32."""
+    run = train(tmp_path / "a", "downpour", SGD, checkpoint_every_s=4.0, keep=99)
+    config = RunConfig(task="given", strategy="downpour", strategy_settings=SGD, num_workers=3, num_servers=2)
+    late = next(name for name in run.checkpoints if opened(name).manifest.step > 64)
+    for epochs in (1, 2):
+        short = msgspec.structs.replace(config, epochs=epochs)
+        with pytest.raises(OptionError, match="some of them of epoch 3, .* Type epochs=3 or more, .*from_weights="):
+            with_checkpoints(short, {"resume": late}, print)
+    assert with_checkpoints(msgspec.structs.replace(config, epochs=3), {"resume": late}, print).resume_from == late
 
 
 def test_a_new_run_and_one_that_continues_are_not_both(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from rainband.checkpoints.write import write_file
 from rainband.errors import BadCheckpoint
 from rainband.protocol.data_plan import DataPlan
 from rainband.protocol.layout import LayoutEntry, arrange
-from rainband.protocol.saved_state import SavedFile, name_of
+from rainband.protocol.saved_state import SavedBlock, SavedFile, name_of
 from rainband.runtimes.checkpoints.background import BackgroundThread
 
 PLAN = DataPlan(fingerprint="data", layout="digest", num_samples=8, batch_size=2, epochs=3, seed=0, portion_batches=2)
@@ -327,6 +327,24 @@ def test_a_malicious_file_is_refused_without_running_or_allocating_anything(
 def test_a_manifest_names_only_files_of_its_own_folder(name: str) -> None:
     data = encode_manifest(manifest(8, [SavedFile(name, 1, "")]))
     with pytest.raises(BadCheckpoint, match="is not the name of a file"):
+        decode_manifest(data, MANIFEST)
+
+
+@pytest.mark.parametrize(
+    ("step", "blocks", "why"),
+    [
+        (-1, [], "claims -1 batches"),
+        (10**15, [SavedBlock(version=0, first_open=0)], "claims 1,000,000,000,000,000 batches, of 12"),
+        (8, [SavedBlock(version=0, first_open=10**15)], "portions 1,000,000,000,000,000 to"),
+        (8, [SavedBlock(version=0, first_open=0, open={10**15: 1})], "portions 0 to 1,000,000,000,000,000"),
+        (8, [SavedBlock(version=0, first_open=-1)], "portions -1 to -1"),
+    ],
+    ids=str,
+)
+def test_a_manifest_that_claims_impossible_batches_is_refused(step: int, blocks: list[SavedBlock], why: str) -> None:
+    """They would be counted one by one, for years."""
+    data = encode_manifest(msgspec.structs.replace(manifest(8, []), step=step, blocks=tuple(blocks)))
+    with pytest.raises(BadCheckpoint, match=why):
         decode_manifest(data, MANIFEST)
 
 

@@ -121,6 +121,12 @@ def test_every_batch_of_every_epoch_has_exactly_one_name(plan: DataPlan) -> None
 
 
 @given(plans)
+def test_the_batches_below_a_portion_are_those_of_the_portions_before_it(plan: DataPlan) -> None:
+    below = [plan.batches_below(portion) for portion in range(plan.num_portions + 1)]
+    assert below == [sum(plan.batches_in(p) for p in range(portion)) for portion in range(plan.num_portions + 1)]
+
+
+@given(plans)
 def test_every_sample_of_every_epoch_is_in_exactly_one_batch(plan: DataPlan) -> None:
     assert sum(plan.samples_in(p, k) for p, k in all_batches(plan)) == plan.num_samples * plan.epochs
     assert all(1 <= plan.samples_in(p, k) <= plan.batch_size for p, k in all_batches(plan))

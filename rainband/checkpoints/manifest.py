@@ -17,6 +17,7 @@ from rainband.protocol.saved_state import SavedBlock, SavedCommands, SavedFile
 FORMAT = 1
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 32 << 20
+MAX_SPREAD = 1 << 20  # portions that some blocks have and others lack
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 
 
@@ -92,7 +93,21 @@ def decode_manifest(data: bytes, name: str) -> Manifest:
     for file in manifest.files:
         if not PLAIN_NAME.fullmatch(file.name) or file.name == MANIFEST:
             raise BadCheckpoint(name, f"{file.name!r} is not the name of a file of a checkpoint")
+    if wrong := _impossible(manifest):
+        raise BadCheckpoint(name, wrong)
     return manifest
+
+
+def _impossible(manifest: Manifest) -> str:
+    """Return what cannot be true of the batches that a checkpoint has; "" if all can."""
+    plan, step, blocks = manifest.plan, manifest.step, manifest.blocks
+    if step < 0 or (blocks and not plan.coordinated and step > plan.num_batches):
+        return f"it claims {step:,} batches, of {plan.num_batches:,}"
+    first = min((block.first_open for block in blocks), default=0)
+    last = max((max((*block.open, block.first_open)) for block in blocks), default=0)
+    if first < 0 or last > plan.num_portions or last - first > MAX_SPREAD:
+        return f"its blocks claim the batches of portions {first:,} to {last:,}, of {plan.num_portions:,}"
+    return ""
 
 
 def _hash_of_the_rest(data: bytes) -> str:

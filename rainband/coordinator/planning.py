@@ -9,7 +9,7 @@ from rainband.protocol import events
 from rainband.protocol.data_plan import MAX_PORTION_BATCHES, OPEN_ENDED, DataPlan, choose_portion_batches
 from rainband.protocol.layout import Layout, PlacedBlocks, cut, place, place_again
 from rainband.protocol.messages import Assign, Dataset, Join, Peer, Planned, Welcome
-from rainband.protocol.saved_state import Restore
+from rainband.protocol.saved_state import Restore, begun_epochs
 from rainband.server import tree
 
 EQUAL_DATA = "The samples must be equal on all workers: seed the random numbers that make them."
@@ -120,14 +120,12 @@ class Planning:
 
     def _beyond(self, restore: Restore, data: Dataset) -> str:
         """Return why a run ends before the batches that the checkpoint has; "" if it does not."""
-        plan = restore.plan
-        portions = [max((*block.open, block.first_open - 1)) for block in restore.blocks]
-        epochs = [-(-restore.step // plan.batches_per_epoch), plan.epoch_of(max(portions, default=-1)) + 1]
-        if max(epochs) <= data.epochs:
+        epochs = begun_epochs(restore.plan, restore.step, restore.blocks)
+        if epochs <= data.epochs:
             return ""
         return (
-            f"it has {restore.step:,} batches, some of them of epoch {max(epochs)}, and this run is to end after epoch "
-            f"{data.epochs}: train for {max(epochs)} epochs or more"
+            f"it has {restore.step:,} batches, some of them of epoch {epochs}, and this run is to end after epoch "
+            f"{data.epochs}: train for {epochs} epochs or more"
         )
 
     def _first_plan(self, join: Join, data: Dataset) -> DataPlan:

@@ -35,8 +35,28 @@ def load_weights(module: nn.Module, path: str) -> None:
     try:
         safetensors.torch.load_model(module, path)
     except (RuntimeError, safetensors.SafetensorError) as error:
-        what = " ".join(str(error).split())
-        raise ValueError(f"the weights of {path} are not those of this model: {what}") from None
+        raise ValueError(_of_another_model(path, error)) from None
+
+
+def load_tensors(module: nn.Module, tensors: Mapping[str, Tensor], place: str) -> None:
+    """Copy the parameters and buffers of a checkpoint into a module; ValueError if they are those of another model.
+
+    Shared parameters need only one of their names, and buffers that a file of the model leaves out are left out.
+    """
+    own, others = module.state_dict(), {name for name, _ in module.named_buffers()}
+    given = {name: tensor for name, tensor in tensors.items() if name in own or name not in others}
+    shared = {own[name].data_ptr() for name in given if name in own}
+    try:
+        missing, unexpected = module.load_state_dict(given, strict=False)
+    except RuntimeError as error:  # other shapes
+        raise ValueError(_of_another_model(place, error)) from None
+    missing = [name for name in missing if own[name].data_ptr() not in shared]
+    if missing or unexpected:
+        raise ValueError(_of_another_model(place, f"missing: {missing}, unexpected: {unexpected}"))
+
+
+def _of_another_model(place: str, why: object) -> str:
+    return f"the weights of {place} are not those of this model: {' '.join(str(why).split())}"
 
 
 def save_part(tensors: Mapping[str, Tensor], path: str, part: int) -> str:

@@ -26,7 +26,7 @@ class AcceptedSet:
         accepted = cls(plan)
         accepted.open = {portion: mask & plan.full(portion) for portion, mask in masks.items() if mask}
         accepted.first_open = min(first_open, plan.num_portions)
-        accepted.count = sum(plan.batches_in(portion) for portion in range(accepted.first_open))
+        accepted.count = plan.batches_below(accepted.first_open)
         accepted.count += sum(mask.bit_count() for mask in accepted.open.values())
         accepted._compact()
         return accepted

@@ -93,6 +93,11 @@ class DataPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: r
         with_this_column = -(-(self.batches_per_epoch - position) // self.items_per_round)
         return max(0, min(self.portion_batches, with_this_column - first))
 
+    def batches_below(self, portion: int) -> int:
+        """Return the number of batches in all portions before this one."""
+        epochs, inside = divmod(portion, self.portions_per_epoch)
+        return epochs * self.batches_per_epoch + sum(map(self.batches_in, range(inside)))
+
     def full(self, portion: int) -> int:
         """Return the mask of all batches of a portion."""
         return (1 << self.batches_in(portion)) - 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 import msgspec
 
@@ -53,6 +54,12 @@ class SavedBlock(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def accepted_set(self, plan: DataPlan) -> AcceptedSet:
         return AcceptedSet.of_portions(plan, self.first_open, self.open)
+
+
+def begun_epochs(plan: DataPlan, step: int, blocks: Iterable[SavedBlock]) -> int:
+    """Return the epochs of which a checkpoint has batches: a run that continues from it has no fewer."""
+    last = max((max((*block.open, block.first_open - 1)) for block in blocks), default=-1)
+    return max(-(-step // plan.batches_per_epoch), plan.epoch_of(last) + 1)
 
 
 class SavedCommands(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

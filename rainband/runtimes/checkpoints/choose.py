@@ -7,11 +7,12 @@ from pathlib import Path
 
 import msgspec
 
+from rainband.checkpoints.manifest import Manifest
 from rainband.checkpoints.read import Checkpoint
 from rainband.checkpoints.store import Store, is_url, open_store
 from rainband.errors import BadCheckpoint
 from rainband.options import OptionError, RunOptions, opt, seconds
-from rainband.protocol.saved_state import step_of
+from rainband.protocol.saved_state import begun_epochs, step_of
 from rainband.runtimes.checkpoints.place import FOLDER, differences, find, store_of
 from rainband.runtimes.config import RunConfig
 from rainband.runtimes.run_directory import read_config
@@ -36,12 +37,12 @@ def with_checkpoints(config: RunConfig, given: RunOptions, say: Say) -> RunConfi
         checkpoints=place,
         force=bool(given.get("force")),
         resume_from=_resume_from(config, given, say),
-        from_weights=_weights(config, given),
+        from_weights=_weights(config, given, say),
     )
 
 
-def _weights(config: RunConfig, given: RunOptions) -> str:
-    """Return the file with the initial weights; "" if the task makes them."""
+def _weights(config: RunConfig, given: RunOptions, say: Say) -> str:
+    """Return the file or the checkpoint with the initial weights; "" if the task makes them."""
     word = given.get("from_weights")
     if word is None:
         return "" if "resume" in given else config.from_weights
@@ -49,23 +50,31 @@ def _weights(config: RunConfig, given: RunOptions) -> str:
         raise OptionError(f"{opt('from_weights', word)} begins a new run, and {opt('resume')} continues one: omit one.")
     if config.stage_plan is not None:
         raise OptionError(f"{opt('from_weights', word)} is for workers with the whole model: omit it, or the stages.")
+    if names_checkpoint(str(word)):
+        return find(str(word) if is_url(str(word)) else str(Path(word).absolute()), say).place
     path = Path(word)
     if not path.exists():
         path = find_run(Path(given.get("runs") or "runs"), str(word))
+    if path.is_dir() and not (path / MODEL).is_file() and _has_checkpoints(path):
+        checkpoint = find(str(path.absolute()), say)
+        say(f"{path} has no {MODEL}: beginning with the parameters of {checkpoint.place}")
+        return checkpoint.place
     path = path / MODEL if path.is_dir() else path
-    if not path.is_file() and (path.parent / FOLDER).is_dir():
-        raise OptionError(
-            f"{opt('from_weights', word)}: this run has saved no model yet, only checkpoints. Type rainband export "
-            f"{word} {MODEL} --checkpoint, and give that file."
-        )
     if not path.is_file():
-        raise OptionError(f"{opt('from_weights', word)}: there is no {path}. Give a safetensors file, or its folder.")
+        raise OptionError(
+            f"{opt('from_weights', word)}: there is no {path}. Give a safetensors file, its folder, a run or "
+            "a checkpoint."
+        )
     if path.suffix != ".safetensors":
         raise OptionError(
             f"{opt('from_weights', word)} is not a safetensors file, and pickled files are not read, because they can "
             "run code. Write safetensors.torch.save_file(model.state_dict(), 'model.safetensors') where you made it."
         )
     return str(path.absolute())
+
+
+def _has_checkpoints(path: Path) -> bool:
+    return (path / FOLDER).is_dir() or any(step_of(inside.name) is not None for inside in path.iterdir())
 
 
 def _every_s(config: RunConfig, given: RunOptions) -> float:
@@ -99,7 +108,20 @@ def _resume_from(config: RunConfig, given: RunOptions, say: Say) -> str:
                 f"{opt('force', True)} to continue with the new values."
             )
         say(f"continuing although {'; '.join(differing)}")
+    _check_epochs(checkpoint.manifest, config.epochs, str(run))
     return checkpoint.place
+
+
+def _check_epochs(manifest: Manifest, epochs: int | None, run: str) -> None:
+    """Raise if the run is to end before batches that the checkpoint has."""
+    if epochs is None or manifest.plan.coordinated:
+        return
+    begun = begun_epochs(manifest.plan, manifest.step, manifest.blocks)
+    if epochs < begun:
+        raise OptionError(
+            f"{opt('epochs', epochs)}: {run} has {manifest.step:,} batches, some of them of epoch {begun}, so it "
+            f"cannot end before. Type {opt('epochs', begun)} or more, or begin a new run: {opt('from_weights', run)}."
+        )
 
 
 def names_checkpoint(word: str) -> bool:

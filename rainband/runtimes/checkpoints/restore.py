@@ -8,17 +8,17 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rainband.checkpoints.manifest import RunFacts
 from rainband.checkpoints.read import Checkpoint
 from rainband.checkpoints.store import Store
 from rainband.errors import BadCheckpoint
-from rainband.model.save import named_parameters
+from rainband.model.save import load_tensors, load_weights, named_parameters
 from rainband.model_parallel.execution.snapshots import StageSnapshots
 from rainband.model_parallel.execution.worker import StageWorker
 from rainband.protocol.layout import BlockSpec
-from rainband.protocol.saved_state import SavedBlock
+from rainband.protocol.saved_state import SavedBlock, step_of
 from rainband.runtimes.checkpoints.place import WORKER_FILE, facts_of, opened, store_of
 from rainband.runtimes.config import RunConfig
 from rainband.server.server import Server
@@ -120,6 +120,14 @@ def _worker_state(checkpoint: Checkpoint, parameters: Collection[str] | None = N
             for what in ("named", "optimizer"):
                 first["training"][what] = other["training"][what] | first["training"][what]
     return dict(first)
+
+
+def load_initial(module: nn.Module, place: str) -> None:
+    """Give a module its initial weights: of a safetensors file, or of a checkpoint; "": leave it as it is."""
+    if step_of(place.rpartition("/")[2]) is None:
+        load_weights(module, place)
+    else:
+        load_tensors(module, model_of(opened(place)), place)
 
 
 def model_of(checkpoint: Checkpoint) -> dict[str, Tensor]:

@@ -12,7 +12,6 @@ import torch
 
 from rainband.model.block_optimizer import build
 from rainband.model.flat_parameters import Flat
-from rainband.model.save import load_weights
 from rainband.model.seeds import global_generators_from
 from rainband.model.sync_batch_norm import share_statistics
 from rainband.observer import Observer, join_observers
@@ -21,7 +20,7 @@ from rainband.protocol.messages import Address, Peer
 from rainband.record.message_cost import WorkerCost
 from rainband.record.record import Recorder
 from rainband.record.spans import SpanFile, SpanRecorder
-from rainband.runtimes.checkpoints.restore import begin_checkpoints
+from rainband.runtimes.checkpoints.restore import begin_checkpoints, load_initial
 from rainband.runtimes.config import Job, dataset_of
 from rainband.runtimes.hogwild.pairs import PairModel
 from rainband.runtimes.hogwild.worker import MemoryModel, MessageCheck
@@ -75,7 +74,7 @@ class WorkerProcess(WorkerLink):
         module = task.model()
         if self.strategy is not None and self.strategy.requires.computes_whole_batches:
             share_statistics(module)
-        load_weights(module, self.config.from_weights)
+        load_initial(module, self.config.from_weights)
         data = task.data()
         flat = Flat(module, parameter_groups(task, module))
         num_workers = self.config.num_workers

@@ -17,13 +17,12 @@ import torch
 from rainband.errors import Deadlock
 from rainband.model.block_optimizer import build
 from rainband.model.flat_parameters import Flat
-from rainband.model.save import load_weights
 from rainband.model.sync_batch_norm import share_statistics
 from rainband.model_parallel.placement.stage_plan import StagePlan
 from rainband.plugins import load_strategy
 from rainband.protocol.messages import Address, Dataset, Join
 from rainband.record.spans import write_spans
-from rainband.runtimes.checkpoints.restore import access_of
+from rainband.runtimes.checkpoints.restore import access_of, load_initial
 from rainband.runtimes.codecs import codecs_of
 from rainband.runtimes.config import RunConfig, dataset_of
 from rainband.runtimes.hogwild.server import HogwildServer
@@ -246,7 +245,7 @@ def _scenario(config: RunConfig, task: Task | None, strategy: Strategy | None) -
     task = task or load_task(config.task, config.task_settings)
     check_optimizer(task, strategy)
     torch.manual_seed(config.seed)
-    load_weights(module := task.model(), config.from_weights)
+    load_initial(module := task.model(), config.from_weights)
     if strategy.requires.computes_whole_batches and config.num_workers == 1:
         share_statistics(module)
     flat = Flat(module, parameter_groups(task, module))
