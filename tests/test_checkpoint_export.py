@@ -254,6 +254,18 @@ def test_a_run_without_options_has_a_checkpoint_every_five_minutes_and_a_simulat
     assert with_checkpoints(simulated, {}, print).checkpoint_every_s == 0
 
 
+def test_the_memory_of_a_process_is_a_place_for_simulated_checkpoints_only() -> None:
+    with pytest.raises(OptionError, match="memory://here.* is the memory of one process, .* give a folder"):
+        with_checkpoints(CONFIG, {"checkpoints": "memory://here"}, print)
+    simulated = msgspec.structs.replace(CONFIG, runtime="sim")
+    assert with_checkpoints(simulated, {"checkpoints": "memory://here"}, print).checkpoints == "memory://here"
+
+
+def test_a_place_without_checkpoints_is_not_said_to_have_damaged_ones(tmp_path: Path) -> None:
+    said = CliRunner().invoke(build_app(), ["checkpoints", str(tmp_path)])
+    assert said.exit_code == 0 and said.output.strip() == f"{tmp_path} has no checkpoint yet."
+
+
 def test_checkpoints_are_listed_the_newest_first_and_damage_is_named(tmp_path: Path) -> None:
     run = train(tmp_path / "a", "downpour", SGD, checkpoint_every_s=4.0)
     said = CliRunner().invoke(build_app(), ["checkpoints", str(run.directory)])

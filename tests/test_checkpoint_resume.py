@@ -14,9 +14,14 @@ from torch import Tensor, nn
 from rainband.checkpoints import commit
 from rainband.checkpoints.read import all_names
 from rainband.checkpoints.store import LocalStore, open_store
+from rainband.coordinator.reporting import Reporting
 from rainband.coordinator.saving.checkpoints import Checkpoints, Collected
-from rainband.coordinator.state import RunSettings, RunState
+from rainband.coordinator.state import RunSettings, RunState, WorkerState
 from rainband.protocol import events
+from rainband.protocol.data_plan import DataPlan
+from rainband.protocol.layout import arrange
+from rainband.protocol.messages import Heartbeat, Peer, SampleAccount
+from rainband.protocol.saved_state import Restore
 from rainband.runtimes.checkpoints.place import find, opened
 from rainband.runtimes.config import RunConfig, SimSettings
 from rainband.runtimes.run_directory import write_config
@@ -380,6 +385,19 @@ def test_files_that_are_on_another_machine_make_no_checkpoint(tmp_path: Path, mo
         "lacks server-1-0000.safetensors" in text and "all machines must reach" in text for text in texts
     )
     assert not [name for name in run.checkpoints if not name.endswith(".partial")]
+
+
+def test_a_loop_that_continues_counts_from_its_checkpoint_before_its_workers_do() -> None:
+    """Their first heartbeats have counted nothing: the first rate of the run was negative."""
+    plan = DataPlan(fingerprint="", layout="", num_samples=64, batch_size=8, epochs=9, seed=0, portion_batches=8)
+    restore = Restore(place="", step=20, plan=plan, layout=arrange([]), num_replicas=2, samples=160)
+    state = RunState(RunSettings(num_workers=2, num_servers=0, restore=restore))
+    reporting = Reporting(state)
+    assert reporting.sample_account().applied == 160 and reporting.sample_account().rounds == 20
+    for rounds, applied, shown in [(0, 0, 160), (20, 159, 159), (21, 168, 168)]:
+        heartbeat = Heartbeat(account=SampleAccount(rounds=rounds, applied=applied))
+        state.workers[0] = WorkerState(Peer("worker", 0), heartbeat=heartbeat)
+        assert reporting.sample_account().applied == shown
 
 
 def test_the_end_of_one_checkpoint_does_not_drop_the_next() -> None:

@@ -54,6 +54,8 @@ class Reporting:
     def sample_account(self) -> SampleAccount:
         """Return the newest account of the workers that share each batch."""
         known = [w.heartbeat.account for w in self.state.workers.values() if w.heartbeat.account is not None]
+        if (restore := self.state.settings.restore) is not None:  # workers continue to count from it
+            known.append(SampleAccount(rounds=restore.step, applied=restore.samples))
         newest = max(known, key=lambda account: account.rounds, default=SampleAccount())
         plan = self.state.plan
         total = plan.samples_per_epoch * plan.epochs if plan is not None and self.state.knows_its_end() else 0

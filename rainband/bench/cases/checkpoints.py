@@ -113,7 +113,7 @@ def _read_s(store: LocalStore, name: str) -> float:
         for process in processes:
             process.read_byte()
         os.close(go_write)
-        spans = [process.result(tuple[float, float]) for process in processes]
+        spans: list[tuple[float, float]] = [process.result(tuple[float, float]) for process in processes]
     finally:
         zygote.close(0.0)
     return max(end for _, end in spans) - min(began for began, _ in spans)

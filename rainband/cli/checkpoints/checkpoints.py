@@ -69,7 +69,7 @@ def command(
         typer.echo("\n".join(table(rows)))
         typer.echo(f"{count(len(found), 'checkpoint')}; rainband resume {run} continues from the newest.")
     else:
-        typer.echo(f"{store.describe()} has no valid checkpoint.")
+        typer.echo(f"{store.describe()} has {'no valid checkpoint' if bad else 'no checkpoint yet'}.")
     if bad:
         give_up("\n".join(f"damaged: {text}" for text in bad), FAILED)
 

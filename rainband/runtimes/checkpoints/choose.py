@@ -28,6 +28,11 @@ def with_checkpoints(config: RunConfig, given: RunOptions, say: Say) -> RunConfi
     place = given.get("checkpoints") or config.checkpoints
     if place and not is_url(place):
         place = str(Path(place).absolute())
+    if place.startswith("memory://") and config.runtime != "sim":
+        raise OptionError(
+            f"{opt('checkpoints', place)} is the memory of one process, which no other can read: give a folder, or a "
+            "URL such as s3://bucket/folder."
+        )
     if place:
         open_store(place)  # raises if nothing knows such URLs
     return msgspec.structs.replace(
