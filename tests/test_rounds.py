@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import rainband.rounds.member
 import rainband.rounds.view
-from rainband.rounds.average import Contribution, average
+from rainband.rounds.average import Contribution, average, divisor_for, write
 from rainband.rounds.board import LocalBoard, SharedMemory
 from rainband.rounds.cut import by_member, cut_each, digest_of, part_sizes
 from rainband.rounds.exchange import Part, RoundId
@@ -109,6 +109,54 @@ def test_all_members_get_the_same_bits(weights: tuple[float, ...], dtype: torch.
     assert torch.allclose(results[0].double(), expected, atol=3e-2 if dtype == torch.bfloat16 else 1e-6)  # type: ignore
 
 
+def written(rank: int, weight: float, total: float, values: torch.Tensor) -> Contribution:
+    """Return what a member has in its area, which is multiplied if `total` is the sum of all weights."""
+    area, divisor = torch.zeros_like(values), divisor_for(weight, total, [values])
+    write([area], [values], weight / divisor if divisor else 1.0)
+    return Contribution(rank, weight, 1, [area], divisor)
+
+
+def means_of(given_: list[Contribution], values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the mean that each member computes."""
+    outs: list[list[torch.Tensor | None]] = [[own.clone()] for own in values]
+    for mine, out in enumerate(outs):
+        assert average(out, mine, given_) == sum(one.weight for one in given_)
+    return [out[0] for out in outs if out[0] is not None]
+
+
+def test_a_contribution_is_multiplied_by_its_weight_divided_by_a_power_of_two() -> None:
+    values = torch.tensor([6.0, 3.0])
+    assert (divisor_for(24.0, 48.0, [values]), divisor_for(33.0, 64.0, [values])) == (32.0, 64.0)
+    assert written(0, 24.0, 48.0, values).tensors[0].tolist() == [4.5, 2.25]
+    assert written(0, 48.0, 48.0, values).tensors[0].tolist() == [6.0, 3.0]  # no other one counts
+    assert divisor_for(0.0, 48.0, [values]) == divisor_for(24.0, 48.0, [None, values.bfloat16()]) == 0.0
+
+
+@pytest.mark.parametrize("weights", [(32, 32), (33, 31), (24, 24), (25, 23), (16, 16, 16), (1, 2, 4), (5, 0, 11)])
+@pytest.mark.parametrize("lost", [None, 0, 1])
+@pytest.mark.parametrize("raw", [None, 0, 1])
+def test_multiplied_contributions_have_an_exact_mean_on_all_members(
+    weights: tuple[int, ...], lost: int | None, raw: int | None
+) -> None:
+    """Also if a member was lost, whose weight the others counted with, and if one is not multiplied."""
+    chance = torch.Generator().manual_seed(0)
+    number = sum(weights) - (0 if lost is None else weights[lost])
+    whole = [number * torch.randint(-99, 99, (50,), generator=chance).float() for _ in weights]
+    rounded = [torch.randn(1000, generator=chance) for _ in weights]
+    for values in (whole, rounded):
+        given_ = [
+            written(rank, float(weight), float(sum(weights)) if rank != raw else 0.0, own)
+            for rank, (weight, own) in enumerate(zip(weights, values, strict=True))
+            if rank != lost
+        ]
+        found = means_of(given_, values)
+        assert all(torch.equal(found[0], other) for other in found)
+        expected = sum(weights[one.rank] * values[one.rank].double() for one in given_) / number
+        assert torch.allclose(found[0].double(), expected, rtol=1e-5, atol=1e-6)
+        if values is whole:
+            assert torch.equal(found[0].double(), expected)
+
+
 # ---- one member ----
 
 
@@ -185,11 +233,13 @@ def test_deferred_samples_count_when_their_gradient_does_and_are_repeated_when_i
     assert (later.applied, sorted(later.carried), later.deferred) == (12, [6, 7, 8, 16, 17, 18], ())
 
 
-def test_parts_follow_the_measured_speeds_at_most_every_50_rounds() -> None:
+def test_parts_follow_the_measured_speeds_after_5_and_15_rounds_and_then_every_50() -> None:
     headers = {rank: header(speed=speed) for rank, speed in enumerate((50.0, 50.0, 10.0))}
-    assert decided(headers, serial=48).shares == ()
+    cut = [serial + 1 for serial in range(160) if decided(headers, serial=serial).shares]
+    assert cut == [5, 15, 50, 100, 150]
+    assert [serial for serial in range(20) if decided(headers, serial=serial, trial=4).shares] == [8, 18]
     after = decided(headers, serial=49)
-    assert (after.shares, after.cut_at, after.sizes(66)) == ((50.0, 50.0, 10.0), 50, (30, 30, 6))
+    assert (after.shares, after.sizes(66)) == ((50.0, 50.0, 10.0), (30, 30, 6))
     alike = {rank: header(speed=speed) for rank, speed in enumerate((50.0, 52.0, 51.0))}
     assert decided(alike, serial=49).shares == ()  # not worth a new cut
 
@@ -205,7 +255,7 @@ def test_a_member_whose_parameters_differ_receives_the_state() -> None:
 def test_the_short_way_of_a_usual_round_decides_as_the_long_one(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     headers = {rank: header(since=2 - rank) for rank in range(number)}
     members = tuple(Member(rank, 1 + rank, 2 - rank) for rank in range(number))
-    view = RoundView(1, 5, members, 7, (1.0, 2.0, 3.0)[:number], 3, applied=8, skipped=(("why", 2),), transfers=4)
+    view = RoundView(1, 5, members, 8, (1.0, 2.0, 3.0)[:number], applied=8, skipped=(("why", 2),), transfers=4)
     short = next_view(view, headers, headers, range(9))
     monkeypatch.setattr(rainband.rounds.view, "_usual", lambda *_: None)
     assert short == next_view(view, headers, headers, range(9))

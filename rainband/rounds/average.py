@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -20,17 +21,10 @@ class Contribution(NamedTuple):
     weight: float
     present: int  # bit mask of the tensors that have a value
     tensors: Sequence[Tensor]
+    divisor: float = 0.0  # they were multiplied by weight / divisor; 0: they are as they were
 
 
 Average = Callable[[list[Tensor | None], int, Sequence[Contribution]], float]  # does what `average` does
-
-
-def given_by(
-    ranks: Sequence[int], weights: Floats, masks: Sequence[bytes], areas: Sequence[Sequence[Tensor]]
-) -> list[Contribution]:
-    """Return the contributions of these ranks."""
-    rows = zip(ranks, weights, masks, areas, strict=True)
-    return [Contribution(rank, weight, int.from_bytes(mask, "little"), area) for rank, weight, mask, area in rows]
 
 
 def mask_of(tensors: Sequence[Tensor | None]) -> int:
@@ -45,6 +39,34 @@ def mask_of(tensors: Sequence[Tensor | None]) -> int:
 def finite(change: Tensor) -> Tensor:
     """Return a change of a buffer with 0 for NaN and infinity: one bad sample would spoil the statistics of all."""
     return change.nan_to_num(0.0, 0.0, 0.0)
+
+
+def divisor_for(weight: float, total: float, tensors: Sequence[Tensor | None]) -> float:
+    """Return the largest power of two up to the sum of all weights; 0 if these tensors are not to be multiplied.
+
+    Contributions that are already multiplied by their weights need only to be added. They are divided by a power of
+    two, so whole numbers stay exact, and none gets much larger.
+    """
+    if not 0 < weight < total < math.inf:
+        return 0.0
+    for tensor in tensors:
+        if tensor is not None and (tensor.itemsize < 4 or not tensor.is_cpu):
+            return 0.0
+    return math.ldexp(0.5, math.frexp(total)[1])
+
+
+def write(area: Sequence[Tensor], tensors: Sequence[Tensor | None], factor: float) -> None:
+    """Write tensors into an area, multiplied."""
+    with torch.no_grad():
+        if factor == 1.0:
+            pairs = [(into, tensor) for into, tensor in zip(area, tensors, strict=True) if tensor is not None]
+            if pairs:
+                torch._foreach_copy_([into for into, _ in pairs], [tensor for _, tensor in pairs])
+            return
+        by = torch.tensor(factor, dtype=torch.float64)  # sooner than a number, of which each call makes a tensor
+        for into, tensor in zip(area, tensors, strict=True):
+            if tensor is not None:
+                torch.mul(tensor, by, out=into)
 
 
 @torch.no_grad()
@@ -62,25 +84,14 @@ def average(out: list[Tensor | None], mine: int, given: Sequence[Contribution]) 
 def _average(out: list[Tensor | None], mine: int, given: Sequence[Contribution]) -> float:
     given = [one for one in given if one.weight]
     total = sum(one.weight for one in given)
-    if not given or (len(given) == 1 and given[0].rank == mine):
+    if not given or (len(given) == 1 and given[0].rank == mine and _is_exact(given[0])):
         return total
-    masks = {one.present for one in given}
-    if (
-        len(given) == 2
-        and len(masks) == 1
-        and masks != {0}
-        and given[0].weight == given[1].weight
-        and mask_of(out) in masks
-    ):
-        theirs = [one for one in given if one.rank != mine]
-        if len(theirs) == 1:  # addition of two is commutative, so the own area need not be read
-            (one,) = theirs
-            values = [tensor for tensor in out if tensor is not None]
-            others = [tensor for i, tensor in enumerate(one.tensors) if one.present >> i & 1]
-            torch._foreach_add_(values, others)
-            torch._foreach_mul_(values, 0.5)
-            return total
-    alike = len({one.weight for one in given}) == 1
+    divisor = given[0].divisor
+    if divisor and all(one.divisor == divisor for one in given):
+        _add(out, mine, given, total / divisor)
+        return total
+    given = [one._replace(weight=one.divisor or one.weight) for one in given]
+    alike = len({one.weight for one in given}) == 1 and total == given[0].weight * len(given)
     for i in range(len(out)):
         _average_one(out, i, [one for one in given if one.present >> i & 1], len(given) if alike else total, alike)
     return total
@@ -102,6 +113,37 @@ def _average_here(out: list[Tensor | None], mine: int, given: Sequence[Contribut
         else:
             original.copy_(copied)
     return total
+
+
+def _add(out: list[Tensor | None], mine: int, given: Sequence[Contribution], total: float) -> None:
+    """Replace `out` by the sum of contributions that were multiplied, divided by `total`."""
+    if len(given) == 2 and total == 1.0 and given[0].present == given[1].present == mask_of(out):
+        own, other = given if given[0].rank == mine else given[::-1]
+        if own.rank == mine and _is_exact(own):  # addition of two is commutative: the own area need not be read
+            factor = own.weight / own.divisor
+            for value, theirs in zip(out, other.tensors, strict=True):
+                if value is not None:
+                    torch.add(theirs, value, alpha=factor, out=value)
+            return
+    for i, value in enumerate(out):
+        areas = [one.tensors[i] for one in given if one.present >> i & 1]
+        if not areas:
+            continue  # absent everywhere, except on members that do not count
+        if value is None:
+            value = out[i] = torch.empty_like(areas[0])
+        if len(areas) == 1:
+            value.copy_(areas[0])
+        else:
+            torch.add(areas[0], areas[1], out=value)
+        for area in areas[2:]:
+            value.add_(area)
+        if total != 1.0:
+            value.div_(total)
+
+
+def _is_exact(one: Contribution) -> bool:
+    """Return True if no bit was lost when a contribution was multiplied."""
+    return not one.divisor or math.frexp(one.weight / one.divisor)[0] == 0.5
 
 
 def _average_one(out: list[Tensor | None], i: int, given: list[Contribution], total: float, alike: bool) -> None:

@@ -45,10 +45,17 @@ def digest_of(samples: Sequence[int], more: int = 0) -> int:
     """Return a number that differs if the samples, or their order, differ; 0 if there are none."""
     if not samples:
         return 0
+    if isinstance(samples, range):
+        return _digest_of_range(samples, more)
     try:
         return zlib.crc32(array("q", samples), more)
     except TypeError:  # a dataset whose samples have names
         return zlib.crc32(repr(list(samples)).encode(), more)
+
+
+@lru_cache(maxsize=64)
+def _digest_of_range(samples: range, more: int) -> int:
+    return zlib.crc32(array("q", samples), more)
 
 
 def cut_each(lengths: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:

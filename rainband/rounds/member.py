@@ -11,11 +11,9 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
 
-import msgspec
-import torch
 from torch import Tensor
 
-from rainband.rounds.average import Average, Floats, Row, average, given_by, mask_of
+from rainband.rounds.average import Average, Contribution, Floats, Row, average, divisor_for, mask_of, write
 from rainband.rounds.board import Board, RoundEntry
 from rainband.rounds.current_round import CurrentRound
 from rainband.rounds.encoded import EncodedExchange
@@ -29,6 +27,7 @@ from rainband.rounds.view import (
     Kind,
     RoundDecision,
     RoundView,
+    has_left,
     leader_of,
     means,
     position,
@@ -64,6 +63,7 @@ class RoundMember:
         self.joining = Joining(self.membership, self.handover, trial_rounds)
         self.round = self._new_round()
         self.all_skipped = False  # no member contributed tensors to the last round
+        self.has_left = False  # a member has ended an epoch while others computed gradients
         self.left_out = 0  # samples of earlier rounds that are to count as skipped
         self.sources = -1  # see `Header`
         self.speeds: deque[float] = deque(maxlen=SPEEDS)
@@ -163,10 +163,14 @@ class RoundMember:
         member, round_ = self.membership, self.round
         if not round_.missing:
             round_.divide(self.view)
-        if round_.num_exchanges == round_.num_before and round_.part.weight:
+        if round_.num_exchanges == round_.num_before and round_.part.weight and round_.part.trial is None:
             self.speeds.append(len(round_.part.samples) / max(1e-9, self.clock() - round_.began_at))
         self.sources = -1 if row is None else sum(w > 0 for w in row([m.rank for m in self.view.members])) - 1
-        headers: Headers | None = yield from self._exchange("mean", tensors, weight, numbers, scalars)
+        divisor = 0.0
+        if row is None and self.encoded is None and self.average is average:
+            total = round_.part.total if weight is None else weight * len(self.view.members)
+            divisor = divisor_for(round_.part.weight if weight is None else weight, total, tensors)
+        headers: Headers | None = yield from self._exchange("mean", tensors, weight, numbers, scalars, divisor)
         if headers is None:
             return self._missed()
         round_.has_published = True
@@ -176,13 +180,13 @@ class RoundMember:
             return self._missed()  # it has missed a step, and would mix its old parameters with new gradients
         given = [q for q in sorted(good) if headers[q].kind == "mean"]
         target = position(self.view.where, round_.num_exchanges)
-        weights = [headers[q].weight for q in given] if row is None else row(given)
-        areas = [self._tensors(q, headers[q], target) for q in given]
-        if any(area is None for area in areas):
-            yield None
-            return self._missed()  # it was excluded, and what it has read has changed meanwhile
-        read = [area for area in areas if area is not None]
-        contributions = given_by(given, weights, [headers[q].present for q in given], read)
+        contributions = []
+        for q, w in zip(given, [headers[q].weight for q in given] if row is None else row(given), strict=True):
+            header, area = headers[q], self._tensors(q, headers[q], target)
+            if area is None:
+                yield None
+                return self._missed()  # it was excluded, and what it has read has changed meanwhile
+            contributions.append(Contribution(q, w, int.from_bytes(header.present, "little"), area, header.divisor))
         yield None
         total = self.average(tensors, self.rank, contributions)
         yield None
@@ -237,6 +241,7 @@ class RoundMember:
         weight: float | None = None,
         numbers: Sequence[float] = (),
         scalars: Sequence[float] = (),
+        divisor: float = 0.0,
     ) -> Waiting:
         """Publish a contribution, wait for those of all members, and return their headers; None if excluded."""
         member, round_ = self.membership, self.round
@@ -245,34 +250,29 @@ class RoundMember:
         yield None
         target = position(self.view.where, round_.num_exchanges + 1)
         sizes: tuple[int, ...] = ()
+        weight = float(round_.part.weight if weight is None else weight)
         if tensors and self.encoded is not None:
             # A part that another member has lost has another weight; trials look at what was computed.
             plain = bool(round_.missing) or round_.part.trial is not None
             sizes = self.encoded.encode(tensors, self.board.area(self.rank, member.slot), target, plain)
             yield None
         elif tensors:
-            yield from self._write(self.board.tensors(self.rank, member.slot), tensors)
-        header = self._header(kind, tensors, round_.part.weight if weight is None else weight, numbers, scalars)
-        if sizes:
-            header = msgspec.structs.replace(header, encoded=sizes)
+            if len(self.view.members) > 1:  # others read it
+                area = self.board.tensors(self.rank, member.slot)
+                write(area, tensors, weight / divisor if divisor else 1.0)
+            yield None
+        header = self._header(kind, tensors, weight, numbers, scalars, sizes, divisor)
         self.board.publish(member.slot, target, header)
         member.slot = 1 - member.slot
         round_.num_exchanges += 1
         yield member.when_all_reached(target)
-        headers = round_.last = member.headers(target)
+        headers = round_.last = member.headers(target, header)
+        self.has_left = self.has_left or has_left(headers)
         yield None
         if member.ends():
             return None
         round_.note(headers)
         return headers
-
-    def _write(self, area: Sequence[Tensor], tensors: Sequence[Tensor | None]) -> Waiting:
-        """Copy this member's tensors into its area."""
-        pairs = [(into, tensor) for into, tensor in zip(area, tensors, strict=True) if tensor is not None]
-        if pairs:
-            with torch.no_grad():
-                torch._foreach_copy_([into for into, _ in pairs], [tensor for _, tensor in pairs])
-        yield None
 
     def _header(
         self,
@@ -281,6 +281,8 @@ class RoundMember:
         weight: float,
         numbers: Sequence[float],
         scalars: Sequence[float],
+        encoded: tuple[int, ...],
+        divisor: float,
     ) -> Header:
         member, is_first = self.membership, not self.round.num_exchanges
         left_out = 0
@@ -291,18 +293,20 @@ class RoundMember:
             count=member.count,
             view=member.view_key,
             since=member.own.since,
-            weight=float(weight),
+            weight=weight,
             excluded=member.excluded_members() if is_first else (),
             joins=member.asking() if is_first else (),
             reason=self.round.reason,
             samples=self.round.digest if is_first else 0,
             left_out=left_out,
-            speed=statistics.median(self.speeds) if self.speeds and is_first else 0.0,
+            speed=statistics.median(self.speeds) if self.speeds and is_first and self.view.may_recut else 0.0,
             fingerprint=self.holder.fingerprint() if is_first and self._compares(kind) else 0,
             present=mask_of(tensors).to_bytes(-(-len(tensors) // 8), "little"),
             numbers=tuple(numbers),
             scalars=tuple(scalars),
             sources=self.sources,
+            encoded=encoded,
+            divisor=divisor,
         )
 
     def _compares(self, kind: Kind) -> bool:

@@ -90,11 +90,13 @@ class RoundMembership:
                 return member.rank
         return None
 
-    def headers(self, target: int) -> Headers:
+    def headers(self, target: int, own: Header) -> Headers:
         """Return the headers of the members that have contributed to an exchange; others are lost, or passed it."""
         headers = {}
         for member in self.view.members:
-            if member.rank == self.rank or self.reached(member.rank, member.life, target):
+            if member.rank == self.rank:
+                headers[member.rank] = own
+            elif self.reached(member.rank, member.life, target):
                 slot = self.slot_of(member.rank, target)
                 if slot >= 0:
                     headers[member.rank] = self.board.header(member.rank, slot)
@@ -107,14 +109,18 @@ class RoundMembership:
         return 1 if self.board.published(rank, 1) == target else -1
 
     def excluded_members(self) -> tuple[int, ...]:
-        return tuple(m.rank for m in self.view.members if self.board.excluded(m.rank) >= m.life)
+        excluded = self.board.excluded
+        return tuple([m.rank for m in self.view.members if excluded(m.rank) >= m.life])
 
     def asking(self) -> tuple[tuple[int, int], ...]:
         """Return the workers that ask to join, with their lives."""
-        lives = {member.rank: member.life for member in self.view.members}
         found = []
         for rank in range(self.board.num_ranks):
             asking = self.board.asking(rank)
-            if asking is not None and self.board.excluded(rank) < asking.life and asking.life > lives.get(rank, 0):
+            if asking is not None and self.board.excluded(rank) < asking.life and not self._has(rank, asking.life):
                 found.append((rank, asking.life))
         return tuple(found)
+
+    def _has(self, rank: int, life: int) -> bool:
+        """Return True if this life of a worker, or a later one, is a member."""
+        return any(member.rank == rank and member.life >= life for member in self.view.members)

@@ -15,7 +15,7 @@ from rainband.rounds.exchange import Differences, Outcome, Part, RoundId, StateH
 from rainband.rounds.member import RoundMember
 from rainband.rounds.membership import Waiting
 from rainband.rounds.statistics import RoundStatistics
-from rainband.rounds.view import RoundView, has_left, has_other_samples, leader_of
+from rainband.rounds.view import RoundView, has_other_samples, leader_of
 
 NO_DIFFERENCES = Differences()
 
@@ -37,7 +37,6 @@ class RoundExchange:
         self.waited = waited
         self.rank = board.rank
         self.reasons = SkipReasons()
-        self.has_left = False
         self.member = RoundMember(board, holder, clock, equal_parts, trial_rounds=trial_rounds)
 
     @property
@@ -52,11 +51,15 @@ class RoundExchange:
 
     @property
     def members(self) -> tuple[int, ...]:
-        return tuple(member.rank for member in self.view.members)
+        return tuple([member.rank for member in self.view.members])
 
     @property
     def is_first(self) -> bool:
         return self.view.first == self.rank
+
+    @property
+    def has_left(self) -> bool:
+        return self.member.has_left
 
     @property
     def drifted(self) -> int:
@@ -70,7 +73,8 @@ class RoundExchange:
     def differences(self) -> Differences:
         member, first, last = self.member, self.member.round.first, self.member.round.last
         other = len({header.samples for header in first.values()}) > 1
-        if not member.is_in or (not other and all(h.kind == "mean" for h in last.values()) and len(last) == len(first)):
+        usual = len(last) == len(first) and not other and all([header.kind == "mean" for header in last.values()])
+        if usual or not member.is_in:
             return NO_DIFFERENCES
         other = other and self.rank in first and has_other_samples(first[self.rank], first[leader_of(first)])
         there = {one.rank for one in member.view.members if self.board.excluded(one.rank) < one.life}
@@ -162,7 +166,6 @@ class RoundExchange:
         try:
             while True:
                 until = next(waiting)
-                self.has_left = self.has_left or has_left(self.member.round.last)
                 if until is not None and not until():
                     began = self.member.clock()
                     self.board.wait(until)

@@ -18,7 +18,7 @@ from rainband.rounds.exchange import RoundId
 
 Kind = Literal["mean", "scalars", "skip", "defer", "end"]  # end: of an epoch
 
-RECUT_ROUNDS = 50  # the least number of rounds between two cuts by measured speed
+FIRST_CUTS, RECUT_ROUNDS = (5, 15), 50  # rounds with the same members after which parts are cut by measured speed
 RECUT_CHANGE = 0.1  # and the least relative change of a share that is worth it
 DRIFT_ROUNDS = 100  # between two comparisons of the parameters
 NO_BACKWARD = "no backward pass"
@@ -42,7 +42,6 @@ class RoundView(msgspec.Struct, frozen=True, array_like=True):
     members: tuple[Member, ...]  # by rank
     serial: int = 0  # rounds so far
     shares: tuple[float, ...] = ()  # of `members`; empty: equal ones
-    cut_at: int = 0  # serial number of the last cut by measured speed
     carried: tuple[int, ...] = ()  # samples to be repeated in the next round
     deferred: tuple[tuple[int, tuple[int, ...]], ...] = ()  # by rank: samples whose gradient waits for a later exchange
     applied: int = 0  # samples, from here on
@@ -70,6 +69,12 @@ class RoundView(msgspec.Struct, frozen=True, array_like=True):
     def longest_serving(self) -> int:
         """Return the rank of the member that has served longest, of those in this epoch."""
         return min(self.members, key=lambda member: (not member.active, member.since, member.rank)).rank
+
+    @property
+    def may_recut(self) -> bool:
+        """Return whether the parts of the next round may be cut by measured speed."""
+        rounds = self.serial + 1 - max(self.trial, max([member.since for member in self.members]))
+        return rounds in FIRST_CUTS or (rounds > 0 and rounds % RECUT_ROUNDS == 0)
 
     def key(self) -> int:
         """Return a hash; members with different ones have decided differently."""
@@ -104,6 +109,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     scalars: tuple[float, ...] = ()
     sources: int = -1  # members whose tensors it reads, without its own; -1: all
     encoded: tuple[int, ...] = ()  # bytes of each tensor with a value, which follow each other; empty: all are as usual
+    divisor: float = 0.0  # the tensors were multiplied by weight / divisor; 0: they are as they were
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -126,6 +132,9 @@ def up_to_date(headers: Mapping[int, Header]) -> set[int]:
     """Return the members that have missed nothing: contributions of the others do not count."""
     if not headers:
         return set()
+    one, *others = headers.values()
+    if all([(h.count, h.view, h.samples) == (one.count, one.view, one.samples) for h in others]):
+        return set(headers)
     best = headers[leader_of(headers)]
     return {rank for rank, h in headers.items() if has_missed_nothing(h, best) and not has_other_samples(h, best)}
 
@@ -219,14 +228,13 @@ def next_view(
         not_seen += len(counted.carried)
         counted.carried_over -= len(counted.carried)
         counted.carried = []
-    shares, cut_at = _shares(view, members, first, serial, equal_parts)
+    shares = _shares(view, members, first, equal_parts)
     after = RoundView(
         epoch=view.epoch + epoch_ends,
         batch=0 if epoch_ends else view.batch + 1,
         members=tuple(members),
         serial=serial,
         shares=shares,
-        cut_at=cut_at,
         carried=tuple(counted.carried),
         deferred=tuple(sorted((r, tuple(s)) for r, s in counted.deferred.items() if s)),
         applied=counted.applied,
@@ -250,7 +258,7 @@ def _usual(
     """Return the decision of a round in which nothing happened, sooner; None if something did."""
     if first is not accounted or len(first) != len(view.members) or view.carried or view.deferred:
         return None
-    if (view.serial + 1 - view.cut_at) % RECUT_ROUNDS == 0 or not all(member.active for member in view.members):
+    if view.may_recut or not all([member.active for member in view.members]):
         return None
     (best, *others) = first.values()
     for h in first.values():
@@ -265,7 +273,6 @@ def _usual(
         members=view.members,
         serial=view.serial + 1,
         shares=view.shares,
-        cut_at=view.cut_at,
         applied=view.applied + len(samples),
         carried_over=view.carried_over,
         not_seen=view.not_seen,
@@ -322,21 +329,21 @@ class _Counted:
 
 
 def _shares(
-    view: RoundView, members: Sequence[Member], headers: Mapping[int, Header], serial: int, equal_parts: bool
-) -> tuple[tuple[float, ...], int]:
+    view: RoundView, members: Sequence[Member], headers: Mapping[int, Header], equal_parts: bool
+) -> tuple[float, ...]:
     """Return the shares of the next round: as before, or by measured speed."""
     if equal_parts:
-        return (), view.cut_at
+        return ()
     speeds = [headers[m.rank].speed if m.rank in headers else 0.0 for m in members]
-    if all(speeds) and (serial - view.cut_at) % RECUT_ROUNDS == 0:
+    if all(speeds) and view.may_recut:
         before = view.shares or (1.0,) * len(members)
         if len(before) != len(members) or _differ(before, speeds):
-            return tuple(speeds), serial
+            return tuple(speeds)
     if [m.rank for m in members] == [m.rank for m in view.members] or not view.shares:
-        return view.shares, view.cut_at
+        return view.shares
     old = dict(zip([m.rank for m in view.members], view.shares, strict=True))
     usual = sorted(old.values())[len(old) // 2]  # of a new member nothing is known yet
-    return tuple(old.get(m.rank, usual) for m in members), view.cut_at
+    return tuple(old.get(m.rank, usual) for m in members)
 
 
 def _differ(before: Sequence[float], now: Sequence[float]) -> bool:
@@ -348,5 +355,5 @@ def means(headers: Mapping[int, Header], given: Sequence[int]) -> tuple[float, .
     """Return the weighted means of the scalars."""
     counted = [headers[q] for q in given if headers[q].weight] or [headers[q] for q in given]
     weights = [header.weight or 1.0 for header in counted]
-    columns = zip(*(header.scalars for header in counted), strict=True)
-    return tuple(sum(w * x for w, x in zip(weights, column, strict=True)) / sum(weights) for column in columns)
+    total, columns = sum(weights), zip(*[header.scalars for header in counted], strict=True)
+    return tuple([sum([w * x for w, x in zip(weights, column, strict=True)]) / total for column in columns])

@@ -79,11 +79,12 @@ class GradientExchange:
         """Begin to average, when the loop begins."""
         self.losses.attach()
         self.hooks.watch(self.tensors.parameters)
-        self.tensors.note_step()
+        self.tensors.attach()
         self.steps.attach(self.state.optimizers)
 
     def detach(self) -> None:
         self.hooks.remove()
+        self.tensors.detach()
         self.losses.remove()
         self.steps.remove()
         self.scaling.stop()
@@ -111,7 +112,7 @@ class GradientExchange:
         self.steps.begin_round()
         self.losses.begin_round(where)
         self._tell_differences()
-        if new := self.tensors.find():
+        if new := self.tensors.find_new():
             raise ValueError(
                 f"{self.tensors.names[-len(new)]} was added to the model or an optimizer after rainband.join: add all "
                 "parameters before it, with requires_grad_(False) those that are trained later."
@@ -215,7 +216,8 @@ class GradientExchange:
         stop = 0.0 if self.wants_stop is None else 1.0
         weight = self.weight_of_mean()
         self.trial.before(self.part if self.weight is None else None, self.tensors.parameters)
-        outcome = self.exchange.mean(tensors, weight, numbers_of(self.state.optimizers), (stop,))
+        numbers = numbers_of(self.state.optimizers)
+        outcome = self.exchange.mean(tensors, weight, numbers, (stop,))
         differences = self._check_together()
         if differences.has_other_samples:
             raise ValueError(OTHER_SAMPLES)
@@ -232,16 +234,15 @@ class GradientExchange:
             self.session.exchanged(self.part)
         if self.uses_loaders and self.exchanges == 1 and self.part is not None:
             self.steps.exchanged(self.part.total, tensors[: len(self.tensors.parameters)])
-        absent = {id(p) for p in self.tensors.parameters if p.grad is None}
-        self._put(tensors, alone)
+        changed |= self._put(tensors, alone)
         self._rescale_sum(outcome.weight)
         self.trial.after(self.tensors.parameters)
-        self.steps.fresh |= changed | {id(p) for p in self.tensors.parameters if id(p) in absent and p.grad is not None}
+        self.steps.fresh |= changed
         self.deferred = False
         if not self.state.is_sum:
             self.scaling.stop()
         self.tensors.note_exchange()
-        self._put_numbers(outcome.numbers)
+        self._put_numbers(outcome.numbers, numbers)
         if outcome.scalars and outcome.scalars[0] > 0:
             self.state.stopped = self._why_stopped()
 
@@ -268,11 +269,13 @@ class GradientExchange:
             if parameter.grad is not None and id(parameter) not in self.steps.fresh:
                 parameter.grad.mul_(given / self.scaling.members)
 
-    def _put(self, tensors: list[Tensor | None], alone: bool) -> None:
-        count = len(self.tensors.parameters)
+    def _put(self, tensors: list[Tensor | None], alone: bool) -> set[int]:
+        """Put the mean where it was not computed in place; return the IDs of the parameters that had no gradient."""
+        count, new = len(self.tensors.parameters), set()
         for parameter, mean in zip(self.tensors.parameters, tensors[:count], strict=True):
-            if parameter.grad is None and mean is not None:
+            if mean is not None and parameter.grad is None:
                 parameter.grad = mean.to(parameter.device).view_as(parameter)
+                new.add(id(parameter))
         for buffer, mean in zip(self.tensors.buffers, tensors[count:], strict=True):
             if alone:
                 buffer.keep()
@@ -280,16 +283,16 @@ class GradientExchange:
                 buffer.put(mean)
             if buffer.has_bad:
                 self.tell(BAD_BUFFER.format(name=buffer.name))
+        return new
 
     def _defer(self, changed: set[int]) -> None:
         self.deferred = True
         self.tensors.unsynced |= changed
         self.exchange.defer()
 
-    def _put_numbers(self, numbers: Sequence[float]) -> None:
+    def _put_numbers(self, numbers: tuple[float, ...], own: tuple[float, ...]) -> None:
         """Take over the learning rates and other numbers of the worker that has served longest."""
-        own = numbers_of(self.state.optimizers)
-        if not numbers or len(numbers) != len(own) or list(numbers) == own:
+        if not numbers or len(numbers) != len(own) or numbers == own:
             return
         names = put_numbers(self.state.optimizers, numbers)
         if names:

@@ -71,7 +71,9 @@ def fractions(losses: Sequence[Tensor], limit: int = NODES) -> tuple[list[float]
     And how many nodes of the graph were searched until the last of them was found.
     """
     found, last = [], 0
-    for number, node in enumerate(_nodes(losses, limit, of_loss_only=True), 1):
+    root = losses[0].grad_fn if len(losses) == 1 else None
+    nodes = [root] if root is not None and _is_mean_of_targets(root) else _nodes(losses, limit, of_loss_only=True)
+    for number, node in enumerate(nodes, 1):
         if _is_mean_of_targets(node) and node._saved_reduction == MEAN:
             with suppress(RuntimeError):  # an earlier pass has freed it: autograd is about to tell
                 found.append(float(node._saved_total_weight) / max(1, node._saved_target.numel()))

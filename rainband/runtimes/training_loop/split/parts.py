@@ -14,6 +14,8 @@ from rainband.rounds.exchange import Part
 from rainband.runtimes.training_loop.batches import loader as parts_loader
 
 Indices = Sequence[int]
+ROWS = (Tensor, np.ndarray)
+MOST_NUMBERS = 64  # of a batch that are compared
 
 # Arguments of a DataLoader that it refuses, or that mean nothing, without processes of its own.
 OF_PROCESSES = frozenset(("num_workers", "prefetch_factor", "persistent_workers", "timeout", "multiprocessing_context"))
@@ -102,8 +104,8 @@ def digest_of(batch: Any) -> int:
 
     def add(tensor: Any) -> Any:
         if isinstance(tensor, Tensor) and not tensor.is_floating_point() and not tensor.is_complex() and not found:
-            numbers = tensor.detach().reshape(-1)
-            found.append(zlib.crc32(repr(numbers[:: max(1, len(numbers) // 64)].tolist()).encode()))
+            numbers = tensor.detach().cpu().numpy().reshape(-1)
+            found.append(zlib.crc32(numbers[:: max(1, len(numbers) // MOST_NUMBERS)].tobytes()))
         return tensor
 
     _changed(batch, add)
@@ -113,14 +115,17 @@ def digest_of(batch: Any) -> int:
 def part_of(batch: Any, samples: Indices) -> Any:
     """Return these samples of a batch."""
     first, last = samples[0], samples[-1] + 1
-    rows: Any = slice(first, last) if list(samples) == list(range(first, last)) else list(samples)
+    follow = len(samples) == last - first and (isinstance(samples, range) or list(samples) == list(range(first, last)))
+    rows: Any = slice(first, last) if follow else list(samples)
     return _changed(batch, lambda tensor: tensor[rows])
 
 
 def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
     """Return a batch with all its tensors changed: those in tuples, lists and dicts, except numbers."""
-    if isinstance(value, Tensor | np.ndarray):
+    if isinstance(value, ROWS):
         return change(value) if value.ndim else value
+    if type(value) is tuple:
+        return tuple([_changed(item, change) for item in value])
     if isinstance(value, Mapping):
         return type(value)({key: _changed(item, change) for key, item in value.items()})  # type: ignore[call-arg]
     if isinstance(value, tuple) and hasattr(value, "_fields"):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.nn.modules import module as torch_modules
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -124,8 +125,35 @@ class SharedTensors:
         self.averaged: dict[int, int] = {}  # parameter -> the gradient that was averaged last, by their IDs
         self.versions = -1  # of all trained parameters, at the last step
         self.changed_by_loop = False
+        self.handles: list[RemovableHandle] = []
+        self.may_have_new = False  # a module or a parameter was registered somewhere
+        self.num_optimized = 0
+        self.looks = 0
         self.find()
         self._find_buffers()
+
+    def attach(self) -> None:
+        self.note_step()
+        self.handles = [
+            torch_modules.register_module_parameter_registration_hook(self._registered),
+            torch_modules.register_module_module_registration_hook(self._registered),
+        ]
+
+    def detach(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def _registered(self, module: nn.Module, name: str, value: Any) -> None:
+        self.may_have_new = True
+
+    def find_new(self) -> list[nn.Parameter]:
+        """Do what `find` does, if there may be new parameters; and, more and more rarely, in any case."""
+        self.looks += 1
+        optimized = sum([len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups])
+        if not self.may_have_new and optimized == self.num_optimized and self.looks & (self.looks - 1):
+            return []
+        self.may_have_new, self.num_optimized = False, optimized
+        return self.find()
 
     def find(self) -> list[nn.Parameter]:
         """Add the parameters that the model or the optimizers have got since the last call, and return them."""
@@ -266,9 +294,16 @@ def refuse_wrapped(model: nn.Module) -> None:
 # ---- numbers of the optimizers, such as learning rates ----
 
 
-def numbers_of(optimizers: Sequence[Optimizer]) -> list[float]:
+def numbers_of(optimizers: Sequence[Optimizer]) -> tuple[float, ...]:
     """Return the numbers of all parameter groups: learning rates, momentum, and what schedulers note there."""
-    return [number for _, _, value in _settings(optimizers) for number in _as_numbers(value)]
+    found: list[float] = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for name in sorted(group, key=str):
+                if name != "params":
+                    value = group[name]
+                    found += (value,) if type(value) is float else _as_numbers(value)
+    return tuple(found)
 
 
 def put_numbers(optimizers: Sequence[Optimizer], numbers: Sequence[float]) -> list[str]:
@@ -300,6 +335,8 @@ def _settings(optimizers: Sequence[Optimizer]) -> list[tuple[dict[str, Any], str
 
 
 def _as_numbers(value: Any) -> list[float]:
+    if value is None or type(value) is bool:
+        return []
     if isinstance(value, Tensor):
         return [float(value)] if value.numel() == 1 else []
     if isinstance(value, tuple | list):
