@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import pytest
@@ -109,9 +109,12 @@ def test_all_members_get_the_same_bits(weights: tuple[float, ...], dtype: torch.
     assert torch.allclose(results[0].double(), expected, atol=3e-2 if dtype == torch.bfloat16 else 1e-6)  # type: ignore
 
 
-def written(rank: int, weight: float, total: float, values: torch.Tensor) -> Contribution:
-    """Return what a member has in its area, which is multiplied if `total` is the sum of all weights."""
-    area, divisor = torch.zeros_like(values), divisor_for(weight, total, [values])
+def written(rank: int, weights: Sequence[float], values: torch.Tensor, raw: bool = False) -> Contribution:
+    """Return what a member has in its area: multiplied, unless `raw`."""
+    weight, divisor = float(weights[rank]), 0.0
+    area = torch.zeros_like(values)
+    if not raw:
+        divisor = divisor_for(weight, float(sum(weights)), len(weights), [values])
     write([area], [values], weight / divisor if divisor else 1.0)
     return Contribution(rank, weight, 1, [area], divisor)
 
@@ -124,12 +127,22 @@ def means_of(given_: list[Contribution], values: list[torch.Tensor]) -> list[tor
     return [out[0] for out in outs if out[0] is not None]
 
 
-def test_a_contribution_is_multiplied_by_its_weight_divided_by_a_power_of_two() -> None:
+def test_a_contribution_is_multiplied_by_its_weight_so_that_whole_numbers_stay_exact() -> None:
     values = torch.tensor([6.0, 3.0])
-    assert (divisor_for(24.0, 48.0, [values]), divisor_for(33.0, 64.0, [values])) == (32.0, 64.0)
-    assert written(0, 24.0, 48.0, values).tensors[0].tolist() == [4.5, 2.25]
-    assert written(0, 48.0, 48.0, values).tensors[0].tolist() == [6.0, 3.0]  # no other one counts
-    assert divisor_for(0.0, 48.0, [values]) == divisor_for(24.0, 48.0, [None, values.bfloat16()]) == 0.0
+    assert (divisor_for(33.0, 64.0, 2, [values]), divisor_for(12.0, 50.0, 2, [values])) == (64.0, 32.0)
+    assert written(0, (12, 38), values).tensors[0].tolist() == [2.25, 1.125]
+    assert (divisor_for(24.0, 48.0, 2, [values]), divisor_for(5.0, 15.0, 3, [values])) == (48.0, 10.0)
+    assert written(0, (5, 5, 5), values).tensors[0].tolist() == [3.0, 1.5]  # alike, so they are divided by 1.5 later
+    assert written(0, (48, 0), values).tensors[0].tolist() == [6.0, 3.0]  # no other one counts
+    assert divisor_for(0.0, 48.0, 2, [values]) == divisor_for(24.0, 48.0, 2, [None, values.bfloat16()]) == 0.0
+
+
+@given(st.sampled_from((2, 4)), st.integers(1, 99), st.floats(-(2.0**100), 2.0**100, width=32))
+def test_the_mean_of_equal_values_with_equal_weights_is_that_value(number: int, weight: int, value: float) -> None:
+    values = [torch.tensor([value]) for _ in range(number)]
+    given_ = [written(rank, [weight] * number, own) for rank, own in enumerate(values)]
+    if abs(value) > 1e-30:  # smaller ones lose bits
+        assert [float(mean) for mean in means_of(given_, values)] == [value] * number
 
 
 @pytest.mark.parametrize("weights", [(32, 32), (33, 31), (24, 24), (25, 23), (16, 16, 16), (1, 2, 4), (5, 0, 11)])
@@ -144,11 +157,7 @@ def test_multiplied_contributions_have_an_exact_mean_on_all_members(
     whole = [number * torch.randint(-99, 99, (50,), generator=chance).float() for _ in weights]
     rounded = [torch.randn(1000, generator=chance) for _ in weights]
     for values in (whole, rounded):
-        given_ = [
-            written(rank, float(weight), float(sum(weights)) if rank != raw else 0.0, own)
-            for rank, (weight, own) in enumerate(zip(weights, values, strict=True))
-            if rank != lost
-        ]
+        given_ = [written(rank, weights, own, rank == raw) for rank, own in enumerate(values) if rank != lost]
         found = means_of(given_, values)
         assert all(torch.equal(found[0], other) for other in found)
         expected = sum(weights[one.rank] * values[one.rank].double() for one in given_) / number

@@ -41,18 +41,24 @@ def finite(change: Tensor) -> Tensor:
     return change.nan_to_num(0.0, 0.0, 0.0)
 
 
-def divisor_for(weight: float, total: float, tensors: Sequence[Tensor | None]) -> float:
-    """Return the largest power of two up to the sum of all weights; 0 if these tensors are not to be multiplied.
+def divisor_for(weight: float, total: float, number: int, tensors: Sequence[Tensor | None]) -> float:
+    """Return by what a contribution is divided that is multiplied by its weight; 0 if it is sent as it is.
 
-    Contributions that are already multiplied by their weights need only to be added. They are divided by a power of
-    two, so whole numbers stay exact, and none gets much larger.
+    The others need only to add it then. It is about the sum of the `number` weights, and such that whole numbers stay
+    exact: products with a power of two if the weights are alike, or with a weight divided by a power of two.
     """
     if not 0 < weight < total < math.inf:
         return 0.0
     for tensor in tensors:
         if tensor is not None and (tensor.itemsize < 4 or not tensor.is_cpu):
             return 0.0
-    return math.ldexp(0.5, math.frexp(total)[1])
+    alike = weight * number == total
+    return weight * _power_of_two(number) if alike else _power_of_two(total)
+
+
+def _power_of_two(limit: float) -> float:
+    """Return the largest one up to a limit."""
+    return math.ldexp(0.5, math.frexp(limit)[1])
 
 
 def write(area: Sequence[Tensor], tensors: Sequence[Tensor | None], factor: float) -> None:

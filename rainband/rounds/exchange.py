@@ -101,10 +101,7 @@ class Exchange(Protocol):
     """One member's side of the exchange. All calls may wait for other members."""
 
     rank: int
-
-    @property
-    def has_left(self) -> bool:
-        """Return True if a member has ended an epoch while others computed gradients."""
+    has_left: bool  # a member has ended an epoch while others computed gradients
 
     @property
     def members(self) -> tuple[int, ...]:

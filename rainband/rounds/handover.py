@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from rainband.rounds.exchange import StateHolder
@@ -19,10 +21,16 @@ class StateHandover:
     def give(self, at: int, view: RoundView) -> Waiting:
         """Leave the state for those that begin the round at this position."""
         yield None
-        member = self.membership
-        state = {"view": msgspec.json.encode(view).decode(), "count": member.count, "training": self.holder.collect()}
-        member.board.put_state(at, state)
+        self.membership.board.put_state(at, self._state(view))
         yield None
+
+    def prepare(self) -> None:
+        """Make room for the state, a round before it is given: new memory takes longer than copying."""
+        self.membership.board.put_state(0, self._state(self.membership.view))
+
+    def _state(self, view: RoundView) -> dict[str, Any]:
+        count = self.membership.count
+        return {"view": msgspec.json.encode(view).decode(), "count": count, "training": self.holder.collect()}
 
     def receive(self, giver: int, life: int, at: int) -> Waiting:
         """Take the state of a member when it has given it; return False if it, or this member, is lost before."""

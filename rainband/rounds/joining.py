@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import msgspec
+import torch
 
 from rainband.errors import StateLost
 from rainband.rounds.board import Asking, RoundEntry
@@ -13,6 +14,7 @@ from rainband.rounds.handover import StateHandover
 from rainband.rounds.membership import RoundMembership, Waiting
 from rainband.rounds.view import Member, RoundView, position
 
+STATE_COPIES = 4  # parameters, gradients, two numbers of an optimizer for each: our allocator keeps what is freed
 LAST_EPOCH = (1 << 19) - 2  # after all epochs of any loop
 
 
@@ -39,6 +41,7 @@ class Joining:
         board.set_position(0)  # so that nothing is inferred of this life from the position of an earlier one
         board.set_life(member.life)
         yield None
+        self._prepare()
         since = next((m.since for m in member.view.members if m.rank == member.rank), 0)
         asking = Asking(member.life, member.count, since)
         board.ask(asking)
@@ -58,6 +61,15 @@ class Joining:
                 return
             board.ask(asking)
             yield None
+
+    def _prepare(self) -> None:
+        """Map what other workers share, and get memory for a state, before they wait for this one."""
+        board, own = self.board, self.membership.rank
+        others = [rank for rank in range(board.num_ranks) if rank != own and board.excluded(rank) < board.life(rank)]
+        for rank in (own, *others):
+            board.tensors(rank, 0)
+        if others and self.membership.count < 0:
+            torch.empty(STATE_COPIES * sum(t.nbytes for t in board.tensors(own, 0)), dtype=torch.uint8).fill_(0)
 
     def leave(self) -> Waiting:
         """Leave for good. A worker that returns, or has left before, finds the final state after all have left."""

@@ -139,6 +139,8 @@ class RoundMember:
         self.round = self._new_round()
         self.board.set_position(at)  # after giving: readers infer that the state is complete
         yield None
+        for rank in decision.joined:
+            self.board.tensors(rank, 0)  # maps them, while the new member reads the state
         if self.rank in decision.receivers and decision.leader != self.rank:
             # If the leader is lost before it has given the state, this member misses steps until another one gives it.
             yield from self.handover.receive(decision.leader, lives[decision.leader], at)
@@ -168,8 +170,8 @@ class RoundMember:
         self.sources = -1 if row is None else sum(w > 0 for w in row([m.rank for m in self.view.members])) - 1
         divisor = 0.0
         if row is None and self.encoded is None and self.average is average:
-            total = round_.part.total if weight is None else weight * len(self.view.members)
-            divisor = divisor_for(round_.part.weight if weight is None else weight, total, tensors)
+            own, number = round_.part.weight if weight is None else weight, len(self.view.members)
+            divisor = divisor_for(own, round_.part.total if weight is None else weight * number, number, tensors)
         headers: Headers | None = yield from self._exchange("mean", tensors, weight, numbers, scalars, divisor)
         if headers is None:
             return self._missed()
@@ -285,9 +287,11 @@ class RoundMember:
         divisor: float,
     ) -> Header:
         member, is_first = self.membership, not self.round.num_exchanges
-        left_out = 0
+        left_out, joins = 0, member.asking() if is_first else ()
         if is_first:
             left_out, self.left_out = self.left_out, 0
+        if joins and self.view.longest_serving == self.rank:
+            self.handover.prepare()
         return Header(
             kind=kind,
             count=member.count,
@@ -295,7 +299,7 @@ class RoundMember:
             since=member.own.since,
             weight=weight,
             excluded=member.excluded_members() if is_first else (),
-            joins=member.asking() if is_first else (),
+            joins=joins,
             reason=self.round.reason,
             samples=self.round.digest if is_first else 0,
             left_out=left_out,

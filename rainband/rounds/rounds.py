@@ -37,6 +37,7 @@ class RoundExchange:
         self.waited = waited
         self.rank = board.rank
         self.reasons = SkipReasons()
+        self.has_left = False
         self.member = RoundMember(board, holder, clock, equal_parts, trial_rounds=trial_rounds)
 
     @property
@@ -58,10 +59,6 @@ class RoundExchange:
         return self.view.first == self.rank
 
     @property
-    def has_left(self) -> bool:
-        return self.member.has_left
-
-    @property
     def drifted(self) -> int:
         return self.view.drifted
 
@@ -73,7 +70,7 @@ class RoundExchange:
     def differences(self) -> Differences:
         member, first, last = self.member, self.member.round.first, self.member.round.last
         other = len({header.samples for header in first.values()}) > 1
-        usual = len(last) == len(first) and not other and all([header.kind == "mean" for header in last.values()])
+        usual = len(last) == len(first) and not other and all(header.kind == "mean" for header in last.values())
         if usual or not member.is_in:
             return NO_DIFFERENCES
         other = other and self.rank in first and has_other_samples(first[self.rank], first[leader_of(first)])
@@ -171,4 +168,5 @@ class RoundExchange:
                     self.board.wait(until)
                     self.waited(self.member.clock() - began)
         except StopIteration as end:
+            self.has_left = self.member.has_left
             return end.value

@@ -133,7 +133,7 @@ def up_to_date(headers: Mapping[int, Header]) -> set[int]:
     if not headers:
         return set()
     one, *others = headers.values()
-    if all([(h.count, h.view, h.samples) == (one.count, one.view, one.samples) for h in others]):
+    if all((h.count, h.view, h.samples) == (one.count, one.view, one.samples) for h in others):
         return set(headers)
     best = headers[leader_of(headers)]
     return {rank for rank, h in headers.items() if has_missed_nothing(h, best) and not has_other_samples(h, best)}
@@ -258,7 +258,7 @@ def _usual(
     """Return the decision of a round in which nothing happened, sooner; None if something did."""
     if first is not accounted or len(first) != len(view.members) or view.carried or view.deferred:
         return None
-    if view.may_recut or not all([member.active for member in view.members]):
+    if view.may_recut or not all(member.active for member in view.members):
         return None
     (best, *others) = first.values()
     for h in first.values():

@@ -45,6 +45,7 @@ HEADERS_AT = 4096
 HEADER_BYTES = 16 * 1024  # each begins with its length
 WORKER_BYTES = HEADERS_AT + 2 * HEADER_BYTES
 ROOM_BYTES = 1 << 36  # for the areas of a worker, and for its state
+ROOM_SLACK_BYTES = 1 << 16  # of a state: numbers in it get longer
 STAGGER_BYTES = 13 * 64  # between areas, which otherwise meet in the same sets of the caches
 
 SPINS = 500  # looks at the words before a worker sleeps
@@ -173,6 +174,7 @@ class SharedBoard:
         self._poll = select.poll()
         self._poll.register(bells[rank], select.POLLIN)
         self._like = list(like)
+        self._room = torch.empty(0, dtype=torch.uint8)  # of this worker's state
         self._areas: dict[int, list[list[Tensor]]] = {}  # of the workers that this one has exchanged tensors with
         self._own[AREA_BYTES] = _area_bytes(like)
 
@@ -279,11 +281,20 @@ class SharedBoard:
     def withdraw(self, slot: int) -> None:
         self._own[PUBLISHED + slot] = 0
 
+    def _room_for(self, num_bytes: int) -> Tensor:
+        """Return the memory of this worker's state."""
+        if len(self._room) < num_bytes:
+            at = room_at(self.num_ranks, self.num_ranks + self.rank)
+            _, self._room = mapped(self.fd, _checked(num_bytes + ROOM_SLACK_BYTES), at)
+        return self._room
+
     def put_state(self, position: int, state: Any) -> None:
         own, out = self._own, outgoing(state)
+        memory = self._room_for(out.num_bytes + len(out.structure))
+        if not position:
+            return
         own[STATE_POSITION] = 0
         own[STRUCTURE_BYTES], own[TENSOR_BYTES] = len(out.structure), out.num_bytes
-        memory = self._state(self.rank, out.num_bytes + len(out.structure))
         out.fill(memory)
         memory[out.num_bytes : out.num_bytes + len(out.structure)] = torch.frombuffer(
             bytearray(out.structure), dtype=torch.uint8
@@ -295,16 +306,15 @@ class SharedBoard:
         if words[STATE_POSITION] != position:
             return None
         structure_bytes, tensor_bytes = words[STRUCTURE_BYTES], words[TENSOR_BYTES]
-        memory = self._state(rank, tensor_bytes + structure_bytes)
+        memory = self._state_of(rank, tensor_bytes + structure_bytes)
         structure = memory[tensor_bytes : tensor_bytes + structure_bytes].numpy().tobytes()
         state = incoming(structure, memory[:tensor_bytes])
         return state if words[STATE_POSITION] == position else None
 
-    def _state(self, rank: int, num_bytes: int) -> Tensor:
-        if num_bytes > ROOM_BYTES:
-            raise ValueError(f"a training state of {num_bytes} bytes is larger than the {ROOM_BYTES} that can be sent.")
+    def _state_of(self, rank: int, num_bytes: int) -> Tensor:
         at = room_at(self.num_ranks, self.num_ranks + rank)
-        return torch.frombuffer(mmap.mmap(self.fd, num_bytes, flags=mmap.MAP_SHARED, offset=at), dtype=torch.uint8)
+        mapping = mmap.mmap(self.fd, _checked(num_bytes), flags=mmap.MAP_SHARED, offset=at)
+        return torch.frombuffer(mapping, dtype=torch.uint8)
 
     def wait(self, until: Condition) -> None:
         for _ in range(SPINS):
@@ -321,6 +331,12 @@ class SharedBoard:
             if self._poll.poll(SLEEP_MS):
                 with suppress(BlockingIOError):  # a forked child has read it
                     os.eventfd_read(self._all.bells[self.rank])
+
+
+def _checked(num_bytes: int) -> int:
+    if num_bytes > ROOM_BYTES:
+        raise ValueError(f"a training state of {num_bytes} bytes is larger than the {ROOM_BYTES} that can be sent.")
+    return num_bytes
 
 
 def _places(like: Sequence[Tensor]) -> tuple[list[int], int]:

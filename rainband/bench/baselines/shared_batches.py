@@ -74,6 +74,7 @@ def compare_main(job: bytes, fds: list[int]) -> None:
 
     times = StepTimes([], [], [])
     with loop_of(fds[1:], order.rank, 2, shared.model, optimizers[2]) as run:
+        run.gradients.steps.known |= {id(one) for one in optimizers}  # the other loops are no mistake
         steps = WARM_UP + 10
         for _ in range(1 + order.blocks):  # the first one is only to learn how many steps take the time of a block
             dist.barrier()

@@ -217,6 +217,8 @@ class SimulatedBoard(LocalBoard):
 
     def put_state(self, position: int, state: Any) -> None:
         super().put_state(position, state)
+        if not position:
+            return
         network = self.rounds.cluster.model.network
         self.state_s = network.latency_s + self.rounds.num_bytes / network.bytes_per_s
 
