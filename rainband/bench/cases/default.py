@@ -56,7 +56,7 @@ def _compared(zygote: Zygote, model: str, blocks: int) -> Iterator[Row]:
 def _unequal(zygote: Zygote, rounds: int) -> Row:
     sample_s = [SAMPLE_S, SAMPLE_S, SAMPLE_S, SLOW * SAMPLE_S]
     memory = RoundsMemory(len(sample_s))
-    orders = [UnequalOrder(rank, sample_s, BATCH_SIZE, rounds, settling=55) for rank in range(len(sample_s))]
+    orders = [UnequalOrder(rank, sample_s, BATCH_SIZE, rounds, settling=20) for rank in range(len(sample_s))]
     processes = [BenchProcess(zygote, f"{ENTRY}:unequal_main", order, "bench", memory.fds) for order in orders]
     speeds = [process.result()[0] for process in processes]
     memory.close()
