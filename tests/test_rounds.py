@@ -355,6 +355,28 @@ def test_a_worker_that_returns_after_all_others_have_left_takes_the_final_state(
     assert run.scripts[1].counts.tolist() == [2.0] * 7
 
 
+def test_a_member_makes_room_for_the_state_a_round_before_it_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_at: list[tuple[int, int]] = []
+    true = LocalBoard.put_state
+
+    def put_state(board: LocalBoard, position: int, state: object) -> None:
+        given_at.append((board.rank, position))
+        true(board, position, state)
+
+    run = RoundRun(Plan(2, (4, 4, 4)), fences=1)
+    while not run.scripts[1].log:
+        run.do(run.actions()[0])
+    monkeypatch.setattr(LocalBoard, "put_state", put_state)
+    run.do(("fence", 1))  # it returns at once, with its next life
+    while ("step", 1) in run.actions():
+        run.do(("step", 1))
+    while actions := run.actions():
+        run.do(actions[0])
+    run.check()
+    joined = [position for rank, position in given_at if rank == 0]
+    assert joined[0] == 0 < joined[1]
+
+
 # ---- broken on purpose ----
 
 Mutation = Callable[[pytest.MonkeyPatch], None]

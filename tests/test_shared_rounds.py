@@ -358,6 +358,10 @@ def test_words_of_a_board_are_read_as_they_were_written() -> None:
     one.put_state(3, {"a": torch.arange(5), "b": [1, "two", None]})
     state = other.state(0, 3)
     assert (state["a"].tolist(), state["b"], other.state(0, 4)) == ([0, 1, 2, 3, 4], [1, "two", None], None)
+    one.put_state(0, {"a": torch.ones(1 << 16)})  # room for a larger one
+    assert other.state(0, 3)["a"].tolist() == [0, 1, 2, 3, 4] and other.state(0, 0) is None
+    one.put_state(4, {"a": torch.ones(1 << 18)})
+    assert other.state(0, 4)["a"].sum() == 1 << 18 and other.state(0, 3) is None
     memory.exclude(0)
     assert (other.excluded(0), other.final(0, 1)) == (1, 1 << 60)
     memory.close()

@@ -303,7 +303,7 @@ class SharedBoard:
 
     def state(self, rank: int, position: int) -> Any | None:
         words = self._words[rank]
-        if words[STATE_POSITION] != position:
+        if not position or words[STATE_POSITION] != position:
             return None
         structure_bytes, tensor_bytes = words[STRUCTURE_BYTES], words[TENSOR_BYTES]
         memory = self._state_of(rank, tensor_bytes + structure_bytes)
