@@ -47,6 +47,7 @@ from rainband.worker.worker import check_optimizer
 
 PROGRESS_POINTS = 30  # the number of progress events, and of heartbeats, in a run
 AGGREGATED_POINTS = 8
+HEARTBEATS = 10  # times as long between two heartbeats as sending those of all nodes takes
 AGGREGATE_FROM = 10_000  # connections between workers and servers
 
 
@@ -145,14 +146,18 @@ class Simulation(Run):
         network, nodes = self.model.network, self.model.nodes
         share = sum(p.numel for p in join.layout.parameters) * 4 / max(1, self.config.num_servers)
         on_server_s = 2 * nodes.message_s + share / nodes.apply_bytes_per_s + share / nodes.read_bytes_per_s
-        return batches * max(
-            self.model.compute.mean_s / self.config.num_workers, share / network.bytes_per_s, on_server_s
-        )
+        step_s = self.model.compute.mean_s
+        if not nodes.shared_memory:
+            step_s = max(step_s, 2 * network.latency_s)
+        return batches * max(step_s / self.config.num_workers, share / network.bytes_per_s, on_server_s)
 
     def _tick_s(self) -> float:
         """Return the time between ticks: a fifth of the failure timeout, or less for a short run."""
         points = AGGREGATED_POINTS if is_aggregated(self.config) else PROGRESS_POINTS
         between_s = max(self.expected_s / points, 1e-6)
+        if (nodes := self.model.nodes).cores:  # heartbeats must leave the cores to the run
+            message_s = nodes.message_s + nodes.worker_message_s
+            between_s = max(between_s, HEARTBEATS * message_s * (self.config.num_workers + self.config.num_servers))
         return between_s if is_aggregated(self.config) else min(self.config.failure_timeout_s / 5, between_s)
 
     def run(self) -> SimulatedResult:
