@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal, NamedTuple
 
-Operation = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce"]
+Operation = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "update"]
 
 
 class Move(NamedTuple):
