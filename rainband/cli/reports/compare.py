@@ -192,6 +192,7 @@ def plan_of(
 ) -> ComparisonPlan:
     """Read the words: TASK, settings of it, and strategies that are each followed by their settings."""
     from rainband.cli.options.words import configured
+    from rainband.views.formatting import count
 
     task, *rest = words
     shared = tuple(word for word in rest if word.startswith(("task.", "compute.")))
@@ -213,7 +214,7 @@ def plan_of(
         defaults["checkpoint_every"] = 0.0  # these runs are repeated, not continued
     options = {**defaults, **options}
     entries = tuple(
-        Entry(" ".join(one) + (f", {number} workers" if len(numbers) > 1 else ""), tuple(one), number)
+        Entry(" ".join(one) + (f", {count(number, 'worker')}" if len(numbers) > 1 else ""), tuple(one), number)
         for one in strategies
         for number in ([1] if requirements(one).max_replicas == 1 else numbers)
     )

@@ -319,5 +319,5 @@ def _name(run: RunMeasures, others: Sequence[RunMeasures]) -> str:
     differing = [name for name in run.settings if len({repr(other.settings.get(name)) for other in alike}) > 1]
     words = [f"{name}={run.settings[name]}" for name in differing[:3]]
     if len({other.workers for other in others}) > 1:
-        words.append(f"{run.workers} workers")
+        words.append(count(run.workers, "worker"))
     return f"{run.strategy} {', '.join(words)}".strip() if words else run.strategy
