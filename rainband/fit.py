@@ -30,8 +30,10 @@ if TYPE_CHECKING:
     from rainband.strategy import Strategy
     from rainband.tasks.task import Task
     from rainband.views.dashboard.saved import SavedPage
+    from rainband.views.forecast import Forecast
     from rainband.views.sinks import Sink
 
+AUTO = "auto"  # the strategy that rainband.analysis chooses
 TASKS, STRATEGIES = "rainband.tasks", "rainband.strategies"
 ENTRIES = {"worker": "rainband.fit:be_worker", "server": "rainband.fit:be_server"}
 
@@ -68,7 +70,8 @@ def fit(
 
     `task` is any object with model(), data(), loss(), evaluate(), batch_size and epochs, or the name of a built-in
     task; rainband.ModuleTask makes one of a module and a dataset. `strategy` (by default sync) is one of
-    rainband's, such as rainband.Downpour(n_push=4), one of your own, or a name. `on_event` is called with every event.
+    rainband's, such as rainband.Downpour(n_push=4), one of your own, a name, or "auto": the one that
+    `rainband analyze` recommends. `on_event` is called with every event.
 
     `options` are those of `rainband train`, which rainband.options describes: epochs=3, batch_size=64, seed=1,
     threads=2, transport="tcp", csv=True, ... Among them:
@@ -89,6 +92,9 @@ def fit(
     chosen: RunOptions = {**_range_of(workers), "servers": servers, **options}
     if on_event is not None and not callable(on_event):
         raise OptionError(f"on_event={on_event!r}: must be a function that takes an event, such as print.")
+    forecast = None
+    if strategy == AUTO and task is not None:
+        strategy, chosen, forecast = _auto(task, chosen)
     file = options.get("config")
     base, task, made = _new(task, strategy) if file is None else _repeated(file, task, strategy)
     _check_names(options, made)
@@ -109,6 +115,8 @@ def fit(
     with _inherited(carried if config.runtime != "sim" else {}) as fds:
         config = _in_directory(config, Path(options.get("runs") or "runs"))
         notes = _Notes(on_event, sinks, Path(config.directory))
+        if forecast is not None:
+            forecast.save(Path(config.directory))
         try:
             with removed_if_refused(Path(config.directory)):
                 result = _train(config, task, made, notes, fds)
@@ -118,6 +126,26 @@ def fit(
         raise RainbandError(f"{result.reason}{notes.traceback} (its directory is {config.directory})")
     _warn_if_diverged(result)
     return _fitted(task, config, result, notes)
+
+
+def _auto(task: Task | str, options: RunOptions) -> tuple[Strategy, RunOptions, Forecast]:
+    """Return the strategy that an analysis recommends, the options for it, and the predicted rate."""
+    from rainband.analysis.auto import analyze_for, forecast_of, options_for
+    from rainband.plugins import load_strategy
+    from rainband.runtimes.configure import check_task
+    from rainband.settings import parse_pairs
+    from rainband.tasks.load import load_task
+
+    if isinstance(task, str):
+        check_task(task, {})
+        made = load_task(task, {})
+    else:
+        _check_task_object(task)
+        made = task
+    name = task if isinstance(task, str) else type(task).__name__
+    forecast = forecast_of(analyze_for(made, name, options, Path(options.get("runs") or "runs"), print))
+    words, *pairs = forecast.chosen.split()
+    return load_strategy(words, parse_pairs(pairs)), options_for(forecast.chosen, options), forecast
 
 
 def _range_of(workers: object) -> RunOptions:

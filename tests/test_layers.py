@@ -50,7 +50,7 @@ LAYERS = {
     "checkpoints": Layer("checkpoints", may_import="contracts model"),
     # What reads a run's events and nothing else.
     "records": Layer(
-        "views.history views.sinks views.spans views.training_time views.formatting views.event_text "
+        "views.history views.sinks views.spans views.training_time views.formatting views.event_text views.forecast "
         "views.dashboard.listener",
         may_import="contracts",
     ),
@@ -58,6 +58,8 @@ LAYERS = {
     "simulation_models": Layer("runtimes.simulation.models", may_import="contracts"),
     # What drives nodes and strategies; what a user calls.
     "runtimes": Layer("runtimes record", may_import="all above"),
+    # What is known of a run before it: measured, simulated, computed.
+    "analysis": Layer("analysis", may_import="all above"),
     "public": Layer("__init__ join fit minimize adapters", may_import="all above"),
     "views": Layer("views", may_import="all above"),
     "top": Layer("cli bench", may_import="all above"),

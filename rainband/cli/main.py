@@ -28,6 +28,7 @@ COMMANDS = (
     "running.stop",
     "reports.dashboard",
     "reports.compare",
+    "reports.analyze",
     "export",
     "replay",
     "timeline",

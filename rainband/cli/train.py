@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,6 +19,7 @@ from rainband.options import OptionError, RunOptions, on_command_line
 if TYPE_CHECKING:
     from rainband.runtimes.config import RunConfig
     from rainband.runtimes.processes.launcher import RunResult
+    from rainband.views.forecast import Forecast
     from rainband.views.sinks import Sink
 
 RUNTIMES = {
@@ -43,7 +44,7 @@ def train(
         str | None,
         typer.Argument(
             metavar="STRATEGY",
-            help="Algorithm: one that rainband explain lists, or module:Class.",
+            help="Algorithm: one that rainband explain lists, or module:Class; auto: analyze the task, and choose.",
             show_default="sync",
             autocompletion=completion.strategies,
         ),
@@ -78,15 +79,46 @@ def train(
     from rainband.views.warnings import before_run
 
     words = [word for word in (task, strategy, *(settings or [])) if word is not None]
+    forecast = None
     with report_errors():
+        if words[1:2] == ["auto"]:
+            words, options, forecast = chosen_words(words, options, partial(typer.echo, err=True))
         config = configured(words, options, partial(typer.echo, err=True))
         sinks = chosen_sinks(options)
         runs = Path(options.get("runs") or "runs")
         for line in before_run(config, runs):
             typer.echo(line, err=True)
         directory = new_directory(runs, config.task, config.strategy)
+        if forecast is not None:
+            forecast.save(directory)
     config = msgspec.structs.replace(config, directory=str(directory))
     raise typer.Exit(watch(config, [partial(sink, directory) for sink in sinks], as_json, verbose))
+
+
+def chosen_words(
+    words: Sequence[str], options: RunOptions, say: Callable[[str], None]
+) -> tuple[list[str], RunOptions, Forecast]:
+    """Replace `auto` by the strategy that an analysis recommends; return its prediction, too."""
+    from rainband.analysis.auto import analyze_for, forecast_of, options_for
+    from rainband.cli.options.words import TASK, with_compute
+    from rainband.plugins import search_current_folder
+    from rainband.settings import parse_pairs
+    from rainband.tasks.load import load_task
+
+    task, _, *pairs = words
+    settings = parse_pairs(pairs)
+    for name in settings:
+        if not name.startswith((TASK, "compute.")):
+            raise ValueError(f"{name}={settings[name]}: auto has no settings; name the strategy to set them.")
+    search_current_folder()
+    own = {name.removeprefix(TASK): value for name, value in settings.items() if name.startswith(TASK)}
+    say(f"analyzing {task} ...")
+    made = load_task(task, own)
+    analysis = analyze_for(made, task, with_compute(options, settings), Path(options.get("runs") or "runs"), say)
+    forecast = forecast_of(analysis)
+    for line in forecast.reasons:
+        say(f"auto: {line}")
+    return [task, *forecast.chosen.split(), *pairs], options_for(forecast.chosen, options), forecast
 
 
 def watch(config: RunConfig, sinks: Sequence[partial[Sink]], as_json: bool, verbose: bool) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 from rainband.protocol.events import Progress, RunEnded
 from rainband.views import predicted_stages as predicted
 from rainband.views.event_text import bound
+from rainband.views.forecast import forecast_line
 from rainband.views.formatting import count, duration, short, size, table, whole
 from rainband.views.history import RunSoFar
 from rainband.views.warnings import warnings
@@ -42,6 +43,7 @@ def summary(so_far: RunSoFar, directory: Path) -> list[str]:
         ("traffic", traffic(so_far.last)),
         ("models", models(so_far.last)),
         *_rows("pipeline", predicted.lines(so_far)),
+        ("auto", forecast_line(directory, ended.samples / so_far.training.seconds if so_far.training.seconds else 0.0)),
         ("model", str(model)) if model.is_file() else ("run", f"{directory} (it contains no model)"),
     ]
     if ended.checkpoint and ended.outcome != "finished":
