@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from rainband.collectives.algorithm import algorithm_names, load_algorithm
-from rainband.collectives.bounds import LogP, lower_bound_s
+from rainband.collectives.bounds import logp_of, lower_bound_s
 from rainband.collectives.cost import LinkCosts, predict_s
 from rainband.collectives.servers import server_tree, star
 from rainband.collectives.table import MoveTable
@@ -26,10 +26,10 @@ class UpdateCost(NamedTuple):
 
 
 def update_costs(num_bytes: int, workers: int, servers: int, arity: int, costs: LinkCosts) -> list[UpdateCost]:
-    """Return the cost of each way, the fastest first; every rank has a network card of its own."""
+    """Return the cost of each way, the fastest first. Every rank has a network card of its own, or they share cores."""
     rows = []
     for name, table in _tables(workers, servers, arity):
-        own = costs._replace(cores=table.num_ranks)
+        own = costs if costs.cores < workers else costs._replace(cores=table.num_ranks)
         unit = LinkCosts(1.0, 0.0, 0.0, table.num_ranks)
         rows.append(
             UpdateCost(
@@ -53,4 +53,4 @@ def _tables(workers: int, servers: int, arity: int) -> Iterator[tuple[str, MoveT
 
 def bound_s(num_bytes: int, workers: int, costs: LinkCosts) -> float:
     """Return the time that no all-reduce among the workers can beat, in the cost model's own terms."""
-    return lower_bound_s(workers, num_bytes, LogP(costs.alpha_s, 0.0, costs.alpha_s, costs.beta_s, costs.gamma_s))
+    return lower_bound_s(workers, num_bytes, logp_of(costs))

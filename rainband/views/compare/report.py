@@ -16,7 +16,7 @@ from rainband.views.formatting import short, size, whole
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#8e44ad", "#6b7280", "#b8860b", "#c2185b", "#00838f")
 DASHES = ("", "7 3", "2 3", "9 3 2 3")
 WIDTH, HEIGHT = 560, 300
-LEFT, RIGHT, TOP, BOTTOM = 52, 110, 10, 34
+LEFT, RIGHT, TOP, BOTTOM = 52, 140, 10, 34
 STEPS = 60  # of the grid on which medians over seeds are drawn
 LINE = 13  # pixels between two names
 NOT_COUNTED = '<td class="no">not counted</td>'
@@ -43,6 +43,7 @@ border-top:1px solid var(--line);vertical-align:middle}
 svg text{fill:var(--dim);font-size:11px}svg .n{font-weight:600}.g{stroke:var(--line)}
 .t{stroke:var(--fg);stroke-dasharray:2 3;opacity:.6}.r td,.r th{text-align:right}.r th:first-child{text-align:left}
 pre{white-space:pre-wrap}@media(max-width:900px){.two{grid-template-columns:minmax(0,1fr)}}
+@media(max-width:600px){.two section{overflow-x:auto}.two svg{min-width:500px}}
 @media print{section{break-inside:avoid}}
 """
 
