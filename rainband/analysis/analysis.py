@@ -37,7 +37,7 @@ CALIBRATED = RunConfig(
 
 @dataclass(frozen=True)
 class Analysis:
-    """What is known of a task on a cluster before it is trained."""
+    """A task on a cluster, before it is trained."""
 
     task: str
     network: str

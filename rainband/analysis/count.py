@@ -32,7 +32,7 @@ class Operation(NamedTuple):
 
 
 class LayerWork(NamedTuple):
-    """What a layer does for one batch, forward and backward."""
+    """A layer's operations for one batch, forward and backward."""
 
     name: str
     what: str  # its class

@@ -42,7 +42,7 @@ class GradientTimes:
 
 @dataclass(frozen=True)
 class MeasuredTask:
-    """What is known of a task before its training: its operations, its size, and the time of a gradient here."""
+    """A task before its training: its operations, its size, and the time of a gradient here."""
 
     work: GradientWork
     batch: GradientTimes

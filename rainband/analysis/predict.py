@@ -94,14 +94,14 @@ class Setting:
 def predict_steps(
     task: Task, measured: MeasuredTask, setting: Setting, candidates: Sequence[Candidate] = CANDIDATES
 ) -> list[StepPrediction]:
-    """Return a prediction for each strategy that can have so many workers, in the order of the candidates."""
+    """Return a prediction for each strategy that can have this number of workers, in the order of the candidates."""
     once = _BuiltOnce(task)
     predictions = [predict_one(one, once, measured, setting) for one in candidates]
     return [one for one in predictions if one is not None]
 
 
 def predict_one(one: Candidate, task: Task, measured: MeasuredTask, setting: Setting) -> StepPrediction | None:
-    """Return the prediction for one strategy; None if it cannot have so many workers."""
+    """Return the prediction for one strategy; None if it cannot have this number of workers."""
     name, *pairs = one.words.split()
     strategy = load_strategy(name, parse_pairs(pairs))
     requires = strategy.requires

@@ -35,7 +35,7 @@ def logp_of(costs: LinkCosts) -> LogP:
 
 
 def broadcast_s(num_ranks: int, logp: LogP) -> float:
-    """Return the time of the optimal broadcast: whoever has the message sends it on, as early as possible."""
+    """Return the time of the optimal broadcast: every rank that has the message sends it on, as early as possible."""
     between_s, takes_s = max(logp.gap_s, logp.overhead_s), logp.latency_s + 2 * logp.overhead_s
     arrivals, last_s = [takes_s], 0.0
     for _ in range(num_ranks - 1):

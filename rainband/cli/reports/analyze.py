@@ -51,10 +51,10 @@ def command(
     rainband analyze mylab:mine --workers 4 --network here
     """
     from rainband.analysis.analysis import FILE, analyze, cluster
+    from rainband.analysis.text import lines_of
     from rainband.plugins import search_current_folder
     from rainband.settings import parse_pairs
     from rainband.tasks.load import load_task
-    from rainband.views.analysis import lines_of
     from rainband.views.runs_text import to_json
 
     with report_errors():
