@@ -16,7 +16,7 @@ from rainband.protocol import events
 from rainband.views.dashboard import fold
 from rainband.views.dashboard.findings import Level
 from rainband.views.dashboard.fold import Folded, RunFile, log_before, main_metric
-from rainband.views.dashboard.page import NOTHING, PageHistory, RunPage, Sent, bin_names
+from rainband.views.dashboard.page import NOTHING, PageHistory, RunPage, Sent, bin_names, strip_of
 from rainband.views.dashboard.prometheus import as_metrics
 from rainband.views.dashboard.runs_list import list_newest
 from rainband.views.dashboard.saved import STATIC, SavedPage, joined_modules, saved_page
@@ -162,6 +162,16 @@ def test_staleness_over_time_is_that_of_each_interval(tmp_path: Path) -> None:
     assert history.column_s == [(1.0, 2.0), (2.0, 3.0), (3.0, 4.0)]
     assert history.strips[0].missed_mean == [4.0, 0.0, 6.0]
     assert history.strips[0].waiting == [0.5, 0.5, 0.5]
+
+
+def test_waiting_that_is_reported_late_is_of_the_columns_before() -> None:
+    """The heartbeat at 3 s reports 2.5 s of waiting; a column has room for 1 s."""
+    waited = [0.25, 0.0, 2.5, 0.0]
+    columns = [Column(k, k + 1, {0: Shares(0, 0, waited_s, 0)}) for k, waited_s in enumerate(waited)]
+    assert strip_of(0, columns).waiting == [0.75, 1.0, 1.0, 0.0]
+    assert strip_of(0, columns, 2).waiting == [1.0, 0.0]
+    gone = [Column(0, 1, {0: Shares()}), Column(1, 2, {}), Column(2, 3, {0: Shares(0, 0, 3.0, 0)})]
+    assert strip_of(0, gone).waiting == [0.0, None, 1.0]
 
 
 def test_a_lost_worker_neither_computes_nor_waits() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -21,6 +21,7 @@ from rainband.views.dashboard.series import Column, Point, readable
 from rainband.views.spans import FILES
 
 MAX_ROWS = 64  # workers that are shown one by one
+LATE_COLUMNS = 8  # before a heartbeat, whose waiting it may report
 MAX_OF_A_KIND = 16  # lost, slow, waiting or waited for, of many workers
 MAX_SERVERS = 16
 MAX_BLOCKS = 16
@@ -261,7 +262,8 @@ class RunPage:
         version = (folded.curve.thinned, folded.strips.per_column, joins, *chosen)
         if version != sent.version:
             sent = Sent(version)
-        from_point, from_column = max(0, sent.points - 1), max(0, sent.columns - 1)  # the last one may have changed
+        from_point = max(0, sent.points - 1)  # the last one may have changed
+        from_column = max(0, sent.columns - 1 - LATE_COLUMNS)
         points, log = folded.curve.points[from_point:], [line for line in folded.log if line.offset > sent.offset]
         shown = columns[from_column:]
         history = PageHistory(
@@ -271,7 +273,7 @@ class RunPage:
             metric=folded.metric,
             from_column=from_column,
             column_s=[(_short(column.begin_s), _short(column.end_s)) for column in shown],
-            strips=[strip_of(rank, shown) for rank in chosen],
+            strips=[strip_of(rank, columns, from_column) for rank in chosen],
             marks=list(folded.marks),
             log=log,
             bins=bin_names(),
@@ -304,17 +306,37 @@ def _row(facts: WorkerFacts, stage: int | None, nodes: NodesMeasured | None, k: 
     )
 
 
-def strip_of(rank: int, columns: list[Column]) -> WorkerStrip:
-    """Return a worker's mean staleness, waiting and rate in each column."""
+def strip_of(rank: int, columns: Sequence[Column], first: int = 0) -> WorkerStrip:
+    """Return a worker's mean staleness, waiting and rate in each column from the first one on."""
     missed: list[float | None] = []
-    waiting: list[float | None] = []
     per_s: list[float | None] = []
-    for column in columns:
+    for column in columns[first:]:
         shares, length_s = column.shares.get(rank), column.end_s - column.begin_s
         missed.append(_ratio(shares.missed, shares.gradients) if shares else None)
-        waiting.append(min(1.0, _ratio(shares.waited_s, length_s) or 0.0) if shares else None)
         per_s.append(_ratio(shares.samples, length_s) if shares else None)
-    return WorkerStrip(rank, missed, waiting, per_s)
+    return WorkerStrip(rank, missed, _waiting(rank, columns)[first:], per_s)
+
+
+def _waiting(rank: int, columns: Sequence[Column]) -> list[float | None]:
+    """Return the share of each column that a worker waited.
+
+    A heartbeat comes later than what it reports: seconds that do not fit into its column are of the columns before.
+    """
+    seconds: list[float] = []
+    shares: list[float | None] = []
+    for k, column in enumerate(columns):
+        own, length_s = column.shares.get(rank), column.end_s - column.begin_s
+        late_s = max(0.0, own.waited_s - length_s) if own else 0.0
+        seconds.append(own.waited_s - late_s if own else 0.0)
+        shares.append((_ratio(seconds[k], length_s) or 0.0) if own else None)
+        for j in range(k - 1, max(-1, k - 1 - LATE_COLUMNS), -1):
+            if late_s <= 0 or shares[j] is None:
+                break
+            length_s = columns[j].end_s - columns[j].begin_s
+            fits_s = min(late_s, length_s - seconds[j])
+            seconds[j], late_s = seconds[j] + fits_s, late_s - fits_s
+            shares[j] = _ratio(seconds[j], length_s) or 0.0
+    return shares
 
 
 def chosen_ranks(folded: Folded, workers: Mapping[int, WorkerFacts]) -> list[int]:
