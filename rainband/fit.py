@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rainband.strategy import Strategy
     from rainband.tasks.task import Task
     from rainband.views.dashboard.saved import SavedPage
-    from rainband.views.forecast import Forecast
+    from rainband.views.forecast import RateForecast
     from rainband.views.sinks import Sink
 
 AUTO = "auto"  # the strategy that rainband.analysis chooses
@@ -128,7 +128,7 @@ def fit(
     return _fitted(task, config, result, notes)
 
 
-def _auto(task: Task | str, options: RunOptions) -> tuple[Strategy, RunOptions, Forecast]:
+def _auto(task: Task | str, options: RunOptions) -> tuple[Strategy, RunOptions, RateForecast]:
     """Return the strategy that an analysis recommends, the options for it, and the predicted rate."""
     from rainband.analysis.auto import analyze_for, forecast_of, options_for
     from rainband.plugins import load_strategy

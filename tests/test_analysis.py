@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,19 +14,26 @@ from hypothesis import strategies as st
 from torch import nn
 from typer.testing import CliRunner
 
-from rainband.analysis.count import GradientWork, Operation, count_gradient
+from rainband.analysis.count import GradientWork, TensorOp, count_gradient
 from rainband.analysis.greedy import bounds, greedy_time
 from rainband.analysis.measure import GradientTimes, MeasuredTask
-from rainband.analysis.predict import CANDIDATES, Kind, Setting, StepPrediction, predict_steps
+from rainband.analysis.predict import CANDIDATES, AnalyzedCluster, Kind, StepPrediction, predict_steps
 from rainband.analysis.recommend import recommend
-from rainband.analysis.updates import bound_s, update_costs
 from rainband.analysis.work import each, products, softmax, summed, together
 from rainband.cli.main import build_app
 from rainband.collectives.algorithm import algorithm_names, load_algorithm
-from rainband.collectives.bounds import LogP, broadcast_s, logp_of, lower_bound_s
 from rainband.collectives.cost import LinkCosts, predict_s
-from rainband.collectives.servers import server_tree, star
 from rainband.collectives.table import MoveTable
+from rainband.collectives.updates import (
+    LogP,
+    bound_s,
+    broadcast_s,
+    logp_of,
+    lower_bound_s,
+    server_tree,
+    star,
+    update_costs,
+)
 from rainband.runtimes.simulation.models.cluster_model import ClusterModel, NodeModel
 from rainband.runtimes.simulation.models.network import NetworkModel
 from rainband.runtimes.simulation.rounds import exchange_s
@@ -109,29 +117,29 @@ def test_counting_leaves_random_numbers_and_gradients_alone() -> None:
 
 def test_a_schedule_by_hand() -> None:
     """Two operations of 3 scalar operations each, and one of 1 that needs both."""
-    operations = [Operation("", (3,)), Operation("", (3,)), Operation("", (1,), (0, 1))]
+    operations = [TensorOp("", (3,)), TensorOp("", (3,)), TensorOp("", (1,), (0, 1))]
     assert [greedy_time(operations, p) for p in (1, 2, 3, 4, 6)] == [7, 4, 3, 3, 2]
     assert bounds(7, 2, 2) == (3.5, 5.5)
 
 
 def test_operations_without_work_pass_on_what_they_wait_for() -> None:
-    operations = [Operation("", (2,)), Operation("", (), (0,)), Operation("", (1,), (1,))]
+    operations = [TensorOp("", (2,)), TensorOp("", (), (0,)), TensorOp("", (1,), (1,))]
     assert greedy_time(operations, 4) == 2
     assert greedy_time([], 4) == 0
 
 
 @st.composite
-def graphs(draw: st.DrawFn) -> list[Operation]:
-    operations: list[Operation] = []
+def graphs(draw: st.DrawFn) -> list[TensorOp]:
+    operations: list[TensorOp] = []
     for number in range(draw(st.integers(1, 12))):
         levels = tuple(draw(st.lists(st.integers(1, 40), max_size=4)))
         needs = draw(st.sets(st.integers(0, number - 1), max_size=3)) if number else set()
-        operations.append(Operation("", levels, tuple(needs)))
+        operations.append(TensorOp("", levels, tuple(needs)))
     return operations
 
 
 @given(graphs(), st.integers(1, 200))
-def test_a_greedy_schedule_obeys_the_bounds(operations: list[Operation], processors: int) -> None:
+def test_a_greedy_schedule_obeys_the_bounds(operations: list[TensorOp], processors: int) -> None:
     work = GradientWork(tuple(operations), 1, ())
     low, high = bounds(work.work, work.depth, processors)
     assert low <= greedy_time(operations, processors) <= high
@@ -230,7 +238,7 @@ def measured(seconds: float = STEP_S, part_s: float | None = None, workers: int 
 
 def predicted(model: ClusterModel, workers: int = 4, only: Sequence[str] = ()) -> dict[str, StepPrediction]:
     chosen = [one for one in CANDIDATES if not only or one.words in only]
-    setting = Setting(workers, 2, model)
+    setting = AnalyzedCluster(workers, 2, model)
     return {one.words: one for one in predict_steps(load_task("digits", {}), measured(), setting, chosen)}
 
 
@@ -256,7 +264,7 @@ def test_with_a_fast_network_a_step_takes_as_long_as_its_gradient() -> None:
 
 
 def test_small_parts_that_take_long_are_counted_as_they_were_measured() -> None:
-    setting = Setting(4, 2, ClusterModel(NetworkModel(latency_s=0.0, bytes_per_s=1e14)))
+    setting = AnalyzedCluster(4, 2, ClusterModel(NetworkModel(latency_s=0.0, bytes_per_s=1e14)))
     only = [one for one in CANDIDATES if one.words == "all_reduce"]
     slow_parts = measured(part_s=0.008)  # a quarter of the samples takes 0.8 of the time
     (one,) = predict_steps(load_task("digits", {}), slow_parts, setting, only)
@@ -274,7 +282,7 @@ def made(words: str, kind: Kind, rate: float, staleness: float = 0.0, off: float
     return StepPrediction(words, kind, 32 / rate, rate, rate / (1 + off), rate * (1 + off), staleness, 0.5)
 
 
-SINGLE = made("single", "exact", 1000)
+SINGLE = replace(made("single", "exact", 1000), one_process=True)
 CASES = {
     "no other is clearly faster": ([SINGLE, made("sync", "exact", 900), made("downpour", "stale", 1400, 3)], "single"),
     "the same updates, faster": ([SINGLE, made("sync", "exact", 2000), made("downpour", "stale", 2500, 3)], "sync"),

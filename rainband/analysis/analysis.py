@@ -11,13 +11,12 @@ import msgspec
 
 from rainband.analysis.greedy import bounds, greedy_time
 from rainband.analysis.measure import MeasuredTask, measure_task, with_times
-from rainband.analysis.predict import CANDIDATES, Candidate, Setting, StepPrediction, predict_steps
+from rainband.analysis.predict import CANDIDATES, AnalyzedCluster, Candidate, StepPrediction, predict_steps
 from rainband.analysis.recommend import Recommendation, recommend
-from rainband.analysis.updates import UpdateCost, bound_s, update_costs
+from rainband.collectives.updates import UpdateCost, bound_s, update_costs
 from rainband.record.calibrate import calibrate, describe
 from rainband.runtimes.config import RunConfig
 from rainband.runtimes.simulation.models.cluster_model import ClusterModel, load_model, to_toml
-from rainband.runtimes.simulation.models.compute import ComputeModel
 from rainband.runtimes.simulation.rounds import costs_of
 from rainband.tasks.task import Task
 
@@ -40,8 +39,7 @@ class Analysis:
     """A task on a cluster, before it is trained."""
 
     task: str
-    network: str
-    setting: Setting
+    setting: AnalyzedCluster
     measured: MeasuredTask
     times: tuple[tuple[int, float, int, float], ...]  # processors, lower bound, greedy schedule, upper bound
     updates: tuple[UpdateCost, ...]
@@ -57,7 +55,7 @@ class Analysis:
         costs = costs_of(setting.model, setting.workers)
         return {
             "task": self.task,
-            "network": self.network,
+            "network": self.setting.network,
             "workers": setting.workers,
             "servers": setting.servers,
             "batch_size": work.batch_size,
@@ -80,24 +78,12 @@ class Analysis:
         }
 
 
-def analyze(
-    task: Task,
-    name: str,
-    network: str,
-    model: ClusterModel,
-    *,
-    workers: int,
-    servers: int,
-    batch_size: int | None = None,
-    threads: int = 1,
-    candidates: Sequence[Candidate] = CANDIDATES,
-    compute: ComputeModel | None = None,
-) -> Analysis:
-    """Measure the task here, and predict its steps on this cluster. `compute` replaces the measured times."""
-    measured = measure_task(task, workers, batch_size, threads)
-    if compute is not None:
-        measured = with_times(measured, compute)
-    setting = Setting(workers, servers, model, batch_size)
+def analyze(task: Task, name: str, setting: AnalyzedCluster, candidates: Sequence[Candidate] = CANDIDATES) -> Analysis:
+    """Measure the task here, and predict its steps on this cluster."""
+    workers, servers, model = setting.workers, setting.servers, setting.model
+    measured = measure_task(task, workers, setting.batch_size, setting.threads)
+    if setting.drawn_times:
+        measured = with_times(measured, model.compute)
     work = measured.work
     processors = sorted({1, 2, workers, 64, 4096, max(1, round(work.parallelism)), max(work.work, 1)})
     times = tuple(
@@ -113,7 +99,6 @@ def analyze(
     predictions = predict_steps(task, measured, setting, candidates)
     return Analysis(
         task=name,
-        network=network,
         setting=setting,
         measured=measured,
         times=times,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import cast
 
 from rainband.analysis.analysis import FILE, HERE, Analysis, analyze, cluster
-from rainband.analysis.predict import CANDIDATES
+from rainband.analysis.predict import CANDIDATES, AnalyzedCluster
 from rainband.analysis.recommend import CHOSEN
 from rainband.options import OptionError, RunOptions, num_threads, opt
 from rainband.plugins import load_strategy
@@ -15,7 +15,7 @@ from rainband.runtimes.configure import SERVERS, WORKERS, given_options
 from rainband.runtimes.simulation.models.cluster_model import load_model
 from rainband.settings import parse_pairs
 from rainband.tasks.task import Task
-from rainband.views.forecast import Forecast
+from rainband.views.forecast import RateForecast
 
 AUTO = "auto"
 # Runs that are not predicted: of a model in stages, on several machines, with encoded gradients, of an earlier run.
@@ -45,18 +45,16 @@ def analyze_for(task: Task, name: str, options: RunOptions, runs: Path, say: Cal
         network = HERE
         model = cluster(HERE, runs / FILE, say)
     workers, servers = given.get("workers") or WORKERS, given.get("servers") or SERVERS
-    return analyze(
-        task,
-        name,
-        network,
-        model,
+    setting = AnalyzedCluster(
         workers=workers,
         servers=servers,
+        model=model,
         batch_size=given.get("batch_size"),
         threads=num_threads("threads", cast(str, given.get("threads") or 1), workers),
-        candidates=[one for one in CANDIDATES if one.kind in CHOSEN],
-        compute=model.compute if simulated else None,
+        network=network,
+        drawn_times=simulated,
     )
+    return analyze(task, name, setting, [one for one in CANDIDATES if one.kind in CHOSEN])
 
 
 def options_for(words: str, options: RunOptions) -> RunOptions:
@@ -71,7 +69,9 @@ def options_for(words: str, options: RunOptions) -> RunOptions:
     return mine
 
 
-def forecast_of(analysis: Analysis) -> Forecast:
+def forecast_of(analysis: Analysis) -> RateForecast:
     """Return what the run's directory keeps of the prediction."""
     chosen = analysis.recommendation.chosen
-    return Forecast(chosen.words, chosen.samples_per_s, chosen.slowest, chosen.fastest, analysis.recommendation.reasons)
+    return RateForecast(
+        chosen.words, chosen.samples_per_s, chosen.slowest, chosen.fastest, analysis.recommendation.reasons
+    )

@@ -22,7 +22,7 @@ from rainband.tasks.task import Task
 OUTSIDE = "(loss)"  # operations outside of the model
 
 
-class Operation(NamedTuple):
+class TensorOp(NamedTuple):
     """An operation on tensors: its levels, and the operations (by number) whose results it needs."""
 
     layer: str
@@ -51,7 +51,7 @@ class LayerWork(NamedTuple):
 class GradientWork:
     """The operations of one gradient, in an order in which they can be done."""
 
-    operations: tuple[Operation, ...]
+    operations: tuple[TensorOp, ...]
     batch_size: int
     layers: tuple[LayerWork, ...]
 
@@ -76,7 +76,7 @@ class GradientWork:
         return sum(layer.activation_bytes for layer in self.layers)
 
 
-def depth_of(operations: Sequence[Operation], layer: str | None = None) -> int:
+def depth_of(operations: Sequence[TensorOp], layer: str | None = None) -> int:
     """Return the longest chain of scalar operations; with a layer, only its own count."""
     ends: list[int] = []
     for operation in operations:
@@ -104,7 +104,7 @@ class OperationCounter(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.tracker = ModuleTracker()
         self.prefix = type(model).__name__
-        self.operations: list[Operation] = []
+        self.operations: list[TensorOp] = []
         self.makers: dict[int, int] = {}  # memory -> the operation that wrote it last
         self.kept: dict[str, dict[int, int]] = defaultdict(dict)  # layer -> memory -> bytes
         given = [t for t in pytree.tree_leaves(batch) if isinstance(t, Tensor)]
@@ -123,7 +123,7 @@ class OperationCounter(TorchDispatchMode):
         needs = tuple(sorted({self.makers[memory] for memory in known if memory in self.makers}))
         for memory in made:
             self.makers[memory] = len(self.operations)
-        self.operations.append(Operation(self.layer, levels_of(name, args, read, results), needs, name))
+        self.operations.append(TensorOp(self.layer, levels_of(name, args, read, results), needs, name))
         return answer
 
     def saved(self, tensor: Tensor) -> Tensor:

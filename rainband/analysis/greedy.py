@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rainband.analysis.count import Operation
+from rainband.analysis.count import TensorOp
 
 
 class Bounds(NamedTuple):
@@ -30,7 +30,7 @@ def bounds(work: int, depth: int, processors: int) -> Bounds:
     return Bounds(max(work / processors, depth), work / processors + depth)
 
 
-def greedy_time(operations: Sequence[Operation], processors: int) -> int:
+def greedy_time(operations: Sequence[TensorOp], processors: int) -> int:
     """Return the time of a greedy schedule: in each unit of time, as many ready operations as there are processors."""
     waits = [len(set(operation.needs)) for operation in operations]
     readers: list[list[int]] = [[] for _ in operations]

@@ -75,6 +75,7 @@ class StepPrediction:
     fastest: float
     staleness: float
     compute_share: float  # of a step
+    one_process: bool = False
 
     def overlaps(self, other: StepPrediction) -> bool:
         """Return True if the ranges overlap: the two cannot be told apart."""
@@ -82,17 +83,20 @@ class StepPrediction:
 
 
 @dataclass(frozen=True)
-class Setting:
+class AnalyzedCluster:
     """The cluster for which steps are predicted."""
 
     workers: int
     servers: int
     model: ClusterModel
-    batch_size: int | None = None
+    batch_size: int | None = None  # none: the task's own
+    threads: int = 1  # of each worker
+    network: str = ""  # the model's name
+    drawn_times: bool = False  # gradients take as long as the model says, not as was measured
 
 
 def predict_steps(
-    task: Task, measured: MeasuredTask, setting: Setting, candidates: Sequence[Candidate] = CANDIDATES
+    task: Task, measured: MeasuredTask, setting: AnalyzedCluster, candidates: Sequence[Candidate] = CANDIDATES
 ) -> list[StepPrediction]:
     """Return a prediction for each strategy that can have this number of workers, in the order of the candidates."""
     once = _BuiltOnce(task)
@@ -100,7 +104,7 @@ def predict_steps(
     return [one for one in predictions if one is not None]
 
 
-def predict_one(one: Candidate, task: Task, measured: MeasuredTask, setting: Setting) -> StepPrediction | None:
+def predict_one(one: Candidate, task: Task, measured: MeasuredTask, setting: AnalyzedCluster) -> StepPrediction | None:
     """Return the prediction for one strategy; None if it cannot have this number of workers."""
     name, *pairs = one.words.split()
     strategy = load_strategy(name, parse_pairs(pairs))
@@ -111,7 +115,8 @@ def predict_one(one: Candidate, task: Task, measured: MeasuredTask, setting: Set
         if requires.max_replicas != 1:
             return None  # with one worker, all are the same but for their messages
         step_s = measured.batch.median_s + own_s
-        return _prediction(one, measured.batch.samples, (low_s + own_s, step_s, high_s + own_s), 0.0, step_s)
+        steps_s = (low_s + own_s, step_s, high_s + own_s)
+        return replace(_prediction(one, measured.batch.samples, steps_s, 0.0, step_s), one_process=True)
     times = _parts_as_shares(measured, setting.workers) if requires.split_batches else measured.batch
     per_step = measured.batch.samples * (1 if requires.split_batches else setting.workers)
     steps = []
@@ -150,7 +155,13 @@ def _parts_as_shares(measured: MeasuredTask, workers: int) -> GradientTimes:
 
 
 def _step_s(
-    strategy: Strategy, words: str, task: Task, times: GradientTimes, factor: float, own_s: float, setting: Setting
+    strategy: Strategy,
+    words: str,
+    task: Task,
+    times: GradientTimes,
+    factor: float,
+    own_s: float,
+    setting: AnalyzedCluster,
 ) -> tuple[float, float]:
     """Return the seconds of a step, without the first steps, and the mean staleness."""
     compute = ComputeModel(kind="trace", trace_s=tuple(factor * seconds + own_s for seconds in times.seconds))
@@ -162,7 +173,9 @@ def _step_s(
     return max(seconds, results[1].training_s / many / 10), float(results[1].staleness["mean"])
 
 
-def _simulated(strategy: Strategy, words: str, task: Task, steps: int, model: ClusterModel, setting: Setting) -> Any:
+def _simulated(
+    strategy: Strategy, words: str, task: Task, steps: int, model: ClusterModel, setting: AnalyzedCluster
+) -> Any:
     name = words.split()[0]
     base = RunConfig(
         task="task", strategy=name, strategy_settings={}, num_workers=setting.workers, num_servers=setting.servers

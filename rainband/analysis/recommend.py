@@ -35,7 +35,7 @@ def recommend(predictions: Sequence[StepPrediction], task: str, workers: int) ->
     for one in found[1:]:
         if one.samples_per_s >= CLEARLY * chosen.samples_per_s and not one.overlaps(chosen):
             chosen = one
-    single = next((one for one in predictions if one.words == "single"), None)
+    single = next((one for one in predictions if one.one_process), None)
     return Recommendation(
         chosen,
         (
@@ -98,7 +98,7 @@ def _risk(one: StepPrediction) -> str:
 
 
 def _limits(chosen: StepPrediction, single: StepPrediction | None, workers: int) -> list[str]:
-    if chosen.words == "single" or workers == 1:
+    if chosen.one_process or workers == 1:
         return []
     lines = []
     if single is not None:

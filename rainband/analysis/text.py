@@ -93,7 +93,7 @@ def _updates(analysis: Analysis) -> list[str]:
     return [
         f"Cost of one update: the gradients of {count(setting.workers, 'worker')} are summed, and all receive the sum.",
         f"N = {size(measured.model_bytes)}, α = {seconds_text(costs.alpha_s)} a message, "
-        f"1/β = {size(1 / costs.beta_s)}/s ({analysis.network}). Steps overlap if vectors are long:",
+        f"1/β = {size(1 / costs.beta_s)}/s ({setting.network}). Steps overlap if vectors are long:",
         "",
         *table(rows, indent="  "),
         "",
@@ -118,7 +118,7 @@ def _predictions(analysis: Analysis) -> list[str]:
         )
     servers = f" and {count(setting.servers, 'server')}" if setting.servers else ""
     return [
-        f"Predicted by the simulator for {count(setting.workers, 'worker')}{servers}, {analysis.network}. In a step,",
+        f"Predicted by the simulator for {count(setting.workers, 'worker')}{servers}, {setting.network}. In a step,",
         "each worker computes a batch; workers that share batches compute one together:",
         "",
         *table(rows, indent="  "),

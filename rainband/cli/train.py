@@ -19,7 +19,7 @@ from rainband.options import OptionError, RunOptions, on_command_line
 if TYPE_CHECKING:
     from rainband.runtimes.config import RunConfig
     from rainband.runtimes.processes.launcher import RunResult
-    from rainband.views.forecast import Forecast
+    from rainband.views.forecast import RateForecast
     from rainband.views.sinks import Sink
 
 RUNTIMES = {
@@ -97,7 +97,7 @@ def train(
 
 def chosen_words(
     words: Sequence[str], options: RunOptions, say: Callable[[str], None]
-) -> tuple[list[str], RunOptions, Forecast]:
+) -> tuple[list[str], RunOptions, RateForecast]:
     """Replace `auto` by the strategy that an analysis recommends; return its prediction, too."""
     from rainband.analysis.auto import analyze_for, forecast_of, options_for
     from rainband.cli.options.words import TASK, with_compute

@@ -11,7 +11,7 @@ from rainband.views.formatting import short
 FILE = "forecast.json"
 
 
-class Forecast(msgspec.Struct, frozen=True):
+class RateForecast(msgspec.Struct, frozen=True):
     """The strategy that was chosen, and its predicted rate."""
 
     chosen: str
@@ -32,7 +32,7 @@ class Forecast(msgspec.Struct, frozen=True):
 def forecast_line(directory: Path, measured: float) -> str:
     """Return the predicted rate next to the measured one; empty if none was predicted."""
     try:
-        forecast = msgspec.json.decode((directory / FILE).read_bytes(), type=Forecast)
+        forecast = msgspec.json.decode((directory / FILE).read_bytes(), type=RateForecast)
     except (OSError, msgspec.DecodeError):
         return ""
     if not measured:

@@ -37,9 +37,6 @@ def command(
         typer.Option("--batch-size", min=1, metavar="N", help="Samples per gradient, instead of the task's."),
     ] = None,
     threads: Annotated[int, typer.Option("--threads", min=1, metavar="N", help="Torch threads of each worker.")] = 1,
-    runs: Annotated[
-        Path, typer.Option("--runs", metavar="DIR", help="With --network here: keep its measurements in DIR.")
-    ] = Path("runs"),
     as_json: PrintJson = False,
 ) -> None:
     """Analyze TASK before training it: work and depth of its layers, cost of an update, time of a step, what to use.
@@ -51,6 +48,7 @@ def command(
     rainband analyze mylab:mine --workers 4 --network here
     """
     from rainband.analysis.analysis import FILE, analyze, cluster
+    from rainband.analysis.predict import AnalyzedCluster
     from rainband.analysis.text import lines_of
     from rainband.plugins import search_current_folder
     from rainband.settings import parse_pairs
@@ -65,17 +63,9 @@ def command(
         own = {name.removeprefix("task."): value for name, value in pairs.items()}
         search_current_folder()
         made = load_task(task, own)
-        model = cluster(network, runs / FILE, partial(typer.echo, err=True))
-        found = analyze(
-            made,
-            task,
-            network,
-            model,
-            workers=workers,
-            servers=servers,
-            batch_size=batch_size,
-            threads=threads,
-        )
+        model = cluster(network, Path("runs") / FILE, partial(typer.echo, err=True))
+        setting = AnalyzedCluster(workers, servers, model, batch_size, threads, network)
+        found = analyze(made, task, setting)
     if as_json:
         typer.echo(to_json(found.record()))
         return

@@ -1,1 +1,1 @@
-"""How far predictions are from runs."""
+"""Predicted and measured rates."""

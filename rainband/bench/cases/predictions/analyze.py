@@ -17,7 +17,7 @@ import msgspec
 from rainband.analysis.analysis import CALIBRATED, STEPS
 from rainband.analysis.auto import options_for
 from rainband.analysis.measure import measure_task
-from rainband.analysis.predict import CANDIDATES, MODEL_ERROR, Setting, StepPrediction, predict_steps
+from rainband.analysis.predict import CANDIDATES, MODEL_ERROR, AnalyzedCluster, StepPrediction, predict_steps
 from rainband.bench.cases.sim import measured
 from rainband.bench.harness.rows import Effort, Row, at_most
 from rainband.options import RunOptions
@@ -33,7 +33,7 @@ from rainband.tasks.load import load_task
 REPEATS = 3  # real runs, of which the median counts
 
 
-class Case(NamedTuple):
+class PredictedRun(NamedTuple):
     """A task of another size, and a number of workers, than those that were calibrated."""
 
     task: str
@@ -43,10 +43,10 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case("mlp", {"parameters": "0.1M", "samples": 16384}, 2, 6),
-    Case("mlp", {"parameters": "5.8M", "samples": 4096}, 2, 2),
-    Case("mlp", {"parameters": "5.8M", "samples": 4096}, 4, 2),
-    Case("digits", {}, 3, 40),
+    PredictedRun("mlp", {"parameters": "0.1M", "samples": 16384}, 2, 6),
+    PredictedRun("mlp", {"parameters": "5.8M", "samples": 4096}, 2, 2),
+    PredictedRun("mlp", {"parameters": "5.8M", "samples": 4096}, 4, 2),
+    PredictedRun("digits", {}, 3, 40),
 )
 STRATEGIES = ("single", "sync", "sync batch_per_worker=true", "downpour")
 
@@ -63,9 +63,9 @@ def run(effort: Effort) -> Iterator[Row]:
     yield Row("error of the rate, largest", max(errors), "")
 
 
-def _compare(case: Case, model: ClusterModel, repeats: int) -> Iterator[tuple[Row, float]]:
+def _compare(case: PredictedRun, model: ClusterModel, repeats: int) -> Iterator[tuple[Row, float]]:
     task = load_task(case.task, case.settings)
-    setting = Setting(case.workers, 1, model)
+    setting = AnalyzedCluster(case.workers, 1, model)
     chosen = [one for one in CANDIDATES if one.words in STRATEGIES]
     for prediction in predict_steps(task, measure_task(task, case.workers), setting, chosen):
         rate = median(_real_rate(case, prediction) for _ in range(repeats))
@@ -76,7 +76,7 @@ def _compare(case: Case, model: ClusterModel, repeats: int) -> Iterator[tuple[Ro
         yield Row(f"{name}: {text}: error", error, ""), error
 
 
-def _real_rate(case: Case, prediction: StepPrediction) -> float:
+def _real_rate(case: PredictedRun, prediction: StepPrediction) -> float:
     """Return the samples per second of a real run."""
     name, *pairs = prediction.words.split()
     strategy = load_strategy(name, parse_pairs(pairs))
