@@ -22,7 +22,9 @@ from rainband.codecs.topk import TopK
 from rainband.coordinator.coordinator import RunSettings
 from rainband.fit import FitResult
 from rainband.options import OptionError
+from rainband.protocol.data_plan import DataPlan
 from rainband.protocol.layout import LayoutEntry, arrange, cut
+from rainband.protocol.messages import Lease, Revoke
 from rainband.runtimes.config import RunConfig
 from rainband.runtimes.simulation.cluster import Notes, SimulatedCluster
 from rainband.runtimes.simulation.run import make_scenario
@@ -31,8 +33,9 @@ from rainband.strategies.sandblaster import Sandblaster
 from rainband.strategies.soft_sync import SoftSync
 from rainband.strategies.stale_sync import StaleSync
 from rainband.strategies.sync import Sync
-from rainband.strategy import Strategy
+from rainband.strategy import Batch, Strategy
 from rainband.tasks.task import TensorData
+from rainband.worker.leases import HeldLeases
 from tests.test_simulation import INSTANT
 
 WIDTH, SAMPLES, RATE = 4000, 64, 0.25
@@ -305,3 +308,14 @@ def test_batches_that_are_computed_again_move_no_parameter_twice(tmp_path: Path)
     missing = (weights(result) - plain) / RATE
     assert float(missing.min()) == 0 < float(missing.max())  # only what the killed worker had kept
     assert len(result.accounting.lost_residuals) == 1
+
+
+def test_batches_that_another_worker_continues_are_compressed_unless_some_block_has_them() -> None:
+    """Reassigned under lease 2: block 0 alone has batches 1 and 2. Before, all were sent uncompressed."""
+    sizes: dict[str, int] = {"num_samples": 64, "batch_size": 8, "epochs": 1, "portion_batches": 8}
+    plan = DataPlan(fingerprint="", layout="", seed=0, **sizes)
+    leases = HeldLeases(plan, tell=lambda message: None)
+    leases.add(Lease(0, 2, ((1, 2), (3, 4)), partly_accepted=(1, 2)))
+    assert [leases.is_new_to_all(Batch(0, k, 2)) for k in (1, 2, 3, 4)] == [False, False, True, True]
+    leases.revoke(Revoke(0, 3))
+    assert not leases.is_new_to_all(Batch(0, 3, 2)) and leases.is_new_to_all(Batch(7, 0, 1))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from rainband.coordinator.shutdown import RunEnd
 from rainband.coordinator.state import CoordinatorOutput, Phase, RunState, WorkerState
 from rainband.protocol import events
-from rainband.protocol.accepted_set import groups
+from rainband.protocol.accepted_set import groups, partly
 from rainband.protocol.messages import AcceptedBatches, Forget, Lease, LeaseEnd, NoWork, Peer, Return, Revoke
 from rainband.protocol.saved_state import Restore
 
@@ -86,6 +86,7 @@ class Leases:
         self.next_fresh = 0
         self.numbers: dict[int, int] = {}  # portion -> its last lease number
         self.again: dict[int, tuple[tuple[int, ...], ...]] = {}  # portion -> groups of batches to reassign
+        self.partly: dict[int, tuple[int, ...]] = {}  # portion -> batches to reassign that some block has
         self.gathering: dict[int, dict[int, tuple[int, ...]]] = {}  # portion -> server -> its accepted sets
         self.last_worker: dict[int, int] = {}  # portion -> the worker that had it last
         self.rebalanced: set[int] = set()  # portions revoked only because the worker has more than others
@@ -101,9 +102,10 @@ class Leases:
         first = min((each.first_open for each in accepted), default=0)
         last = max((max((*each.open, each.first_open - 1)) for each in accepted), default=-1)
         for portion in range(first, last + 1):
-            missing = groups(plan.full(portion), [each.of(portion) for each in accepted])
+            masks = [each.of(portion) for each in accepted]
+            missing = groups(plan.full(portion), masks)
             if missing:
-                self.again[portion] = missing
+                self.again[portion], self.partly[portion] = missing, partly(missing, masks)
                 self.numbers[portion] = 1
         self.next_fresh = max(first, last + 1)
 
@@ -259,7 +261,8 @@ class Leases:
             worker.worked_at = now
         worker.leases[portion] = self.numbers[portion]
         self.counts.changed(worker, portion, 1)
-        return CoordinatorOutput(worker.peer, Lease(portion, self.numbers[portion], groups_))
+        lease = Lease(portion, self.numbers[portion], groups_, self.partly.pop(portion, ()))
+        return CoordinatorOutput(worker.peer, lease)
 
     def returned(self, worker: WorkerState, message: Return, now: float) -> list[CoordinatorOutput]:
         """Take a returned lease: its batches are done, or must be reassigned."""
@@ -306,7 +309,7 @@ class Leases:
         masks = [mask for index in sorted(answers) for mask in answers[index]]
         missing = groups(self.state.plan.full(sets.portion), masks)
         if missing:
-            self.again[sets.portion] = missing
+            self.again[sets.portion], self.partly[sets.portion] = missing, partly(missing, masks)
         if missing and sets.portion not in self.rebalanced:
             self.state.reassigned += 1
             self.state.events.append(

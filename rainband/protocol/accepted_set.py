@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import or_
 
 from rainband.protocol.data_plan import DataPlan, PushId, bits
 
@@ -103,3 +105,9 @@ def groups(full: int, masks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         if not all(pattern):
             patterns.setdefault(pattern, []).append(k)
     return tuple(tuple(batches) for batches in sorted(patterns.values()))
+
+
+def partly(missing: Sequence[Sequence[int]], masks: Sequence[int]) -> tuple[int, ...]:
+    """Return the missing batches that some block has accepted."""
+    accepted = reduce(or_, masks, 0)
+    return tuple(k for batches in missing for k in batches if accepted >> k & 1)

@@ -507,6 +507,7 @@ class Lease(Message, frozen=True, tag=107):
     portion: int
     lease: int
     groups: tuple[tuple[int, ...], ...]
+    partly_accepted: tuple[int, ...] = ()  # batches that some block has accepted under an earlier lease
 
 
 class AssignItems(Message, frozen=True, tag=108):

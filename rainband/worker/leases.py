@@ -19,6 +19,7 @@ class HeldLease:
     number: int
     todo: deque[tuple[int, ...]]  # work items that are not begun
     unsettled: set[int]  # batches that at least one block has not answered
+    partly_accepted: frozenset[int] = frozenset()  # by some block, under an earlier lease
 
 
 class HeldLeases:
@@ -43,7 +44,9 @@ class HeldLeases:
             return  # a repeated message
         batches = {k for group in lease.groups for k in group}
         todo = deque(work_items(lease.groups, self.plan.batches_per_item))
-        self.held[lease.portion] = HeldLease(lease.portion, lease.lease, todo, batches)
+        self.held[lease.portion] = HeldLease(
+            lease.portion, lease.lease, todo, batches, frozenset(lease.partly_accepted)
+        )
 
     def revoke(self, revoke: Revoke) -> None:
         """Drop a lease that another worker continues. (Servers reject its pushes from now on.)"""
@@ -82,6 +85,12 @@ class HeldLeases:
         if len(ks) == 1:
             return WorkItem((Batch(lease.portion, ks[0], lease.number),), round_, more)
         return WorkItem(tuple([Batch(lease.portion, k, lease.number) for k in ks]), round_, more)
+
+    def is_new_to_all(self, batch: Batch) -> bool:
+        """Return True if no block has accepted this batch under an earlier lease."""
+        held = self.held.get(batch.portion)
+        known = held is not None and held.number == batch.lease and batch.k not in held.partly_accepted
+        return batch.lease == 1 or known
 
     def request_again(self) -> None:
         """Forget that a lease was requested: the request is lost, or the leases were given up."""

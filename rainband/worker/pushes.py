@@ -87,7 +87,7 @@ class Pushes:
         read = self.versions if gradient.read is None else gradient.read
         loss = gradient.loss if self.leases.plan.coordinated else 0.0
         # Some blocks may have the batches of an earlier lease already, and ignore all that this push brings.
-        compressed = None if any(batch.lease > 1 for batch in gradient.batches) else self.compressed
+        compressed = self.compressed if all(map(self.leases.is_new_to_all, gradient.batches)) else None
         for block in servers.blocks:
             index = block.index
             absent = flat.absent(block, gradient.tensors)
