@@ -38,10 +38,34 @@ STEPS = {"0.7M": 300, "5.8M": 60, "20M": 20}  # of a calibration: some seconds
 NUM_SIMULATED = 30
 
 
+class Setup(NamedTuple):
+    """A run to calibrate with, or to predict."""
+
+    size: str
+    strategy: str
+    num_workers: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.strategy}, {self.num_workers} workers, {self.size}"
+
+
+TRANSFERS = (  # calibrated with the first, predicted is the second
+    (Setup("0.7M", "downpour", 2), Setup("0.7M", "downpour", 4)),
+    (Setup("0.7M", "sync", 2), Setup("0.7M", "sync", 4)),
+    (Setup("0.7M", "downpour", 2), Setup("5.8M", "downpour", 2)),
+    (Setup("5.8M", "downpour", 2), Setup("0.7M", "downpour", 2)),
+    (Setup("0.7M", "downpour", 2), Setup("0.7M", "sync", 2)),
+    (Setup("0.7M", "sync", 2), Setup("0.7M", "downpour", 2)),
+)
+
+
 def run(effort: Effort) -> Iterator[Row]:
     sizes, repeats, workers = (SIZES, 3, (2, 4)) if effort == "full" else (SIZES[:2], 1, (2,))
     for size, strategy, num_workers in itertools.product(sizes, STRATEGIES, workers):
         yield from _compare(size, strategy, num_workers, repeats)
+    for transfer in TRANSFERS:
+        yield from _transferred(transfer, repeats)
     yield from _throughput(repeats)
     if effort == "full":
         yield _scale()
@@ -75,6 +99,35 @@ def _compare(size: str, strategy: str, num_workers: int, repeats: int) -> list[R
         Row(f"{name}: fraction of time spent waiting, predicted", median([p.waited for p in predicted]), ""),
         at_most(f"{name}: error of that fraction", of_wait, MAX_ERROR, "the real run", unit=""),
     ]
+
+
+def _transferred(transfer: tuple[Setup, Setup], repeats: int) -> list[Row]:
+    """Predict a run from the calibration of another one; the time of a gradient grows with the parameters."""
+    calibrated, other = transfer
+    errors: list[tuple[float, float]] = []
+    grows = _parameters(other.size) / _parameters(calibrated.size)
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(repeats):
+            model = calibrate(_config(*calibrated, Path(folder, f"calibrating-{number}")), steps=STEPS[calibrated.size])
+            trace_s = tuple(seconds * grows for seconds in model.compute.trace_s)
+            compute = replace(model.compute, step_s=model.compute.step_s * grows, trace_s=trace_s)
+            file = Path(folder, f"model-{number}.toml")
+            file.write_text(to_toml(replace(model, compute=compute)), encoding="utf-8")
+            real = measured(_config(*other, Path(folder, f"real-{number}")), local.run)
+            virtual = msgspec.structs.replace(
+                _config(*other, Path(folder, f"sim-{number}")), sim=SimSettings(model=str(file), time_only=True)
+            )
+            predicted = measured(virtual, sim.run)
+            errors.append((predicted.rate / real.rate - 1, predicted.waited - real.waited))
+    of_rate, of_wait = (median(values) for values in zip(*errors, strict=True))
+    return [
+        Row(f"{other.name}: error of the throughput", of_rate, "", f"calibrated with {calibrated.name}"),
+        Row(f"{other.name}: error of the fraction of time spent waiting", of_wait, "", "the same"),
+    ]
+
+
+def _parameters(size: str) -> int:
+    return sum(parameter.numel() for parameter in load_task("mlp", {"parameters": size}).model().parameters())
 
 
 def _between(before: ClusterModel, after: ClusterModel) -> ClusterModel:
