@@ -107,6 +107,13 @@ class Check:
         return FAILS if sign * found.mean + found.half <= sign * bound else UNDECIDED
 
 
+def difference(
+    method: str, than: str, x: float | None = None, measure: str = "error"
+) -> Callable[[Results], NDArray[np.float64]]:
+    """Return by how much a method has more than another, seed by seed."""
+    return lambda r: r(method, measure, x) - r(than, measure, x)
+
+
 @dataclass(frozen=True)
 class Claim:
     """A claim of a paper, and the experiment that decides on it."""

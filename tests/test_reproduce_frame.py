@@ -173,6 +173,15 @@ def test_more_seeds_use_those_that_are_finished_and_other_settings_do_not(tmp_pa
     assert Store(store.path, resume=False).values == {} and not store.path.exists()
 
 
+@pytest.mark.slow
+@pytest.mark.processes
+def test_two_processes_measure_what_one_does(tmp_path: Path) -> None:
+    claim = replace(page.load("same_bubble"), x=(0.0,))
+    one, two = (Store(tmp_path / f"{jobs}.jsonl") for jobs in (1, 2))
+    assert list(measure(claim, one, 8, jobs=1)) == list(measure(claim, two, 8, jobs=2)) == [(1, 2), (2, 2)]
+    assert one.values == two.values
+
+
 # ---- the command and the page ----
 
 

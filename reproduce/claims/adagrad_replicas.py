@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from reproduce.claim import Check, Claim, Method, Values
+from reproduce.claim import Check, Claim, Method, Values, difference
 from reproduce.runs import simulated
 
 SGD = [{"optimizer": "sgd", "lr": rate} for rate in (0.01, 0.02, 0.05, 0.1)]
@@ -44,7 +44,7 @@ CLAIM = Claim(
         ),
         Check(
             "a warm start helps Adagrad with 32 workers",
-            lambda r: r("Adagrad", "error", 32) - r("Adagrad, warm start", "error", 32),
+            difference("Adagrad", "Adagrad, warm start", 32),
             above=0.0,
             unit="points fewer errors",
         ),

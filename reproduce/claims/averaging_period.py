@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from reproduce.claim import Check, Claim, Method, Values
+from reproduce.claim import Check, Claim, Method, Values, difference
 from reproduce.runs import simulated
 
 RATES = [{"lr": rate} for rate in (0.05, 0.1, 0.2, 0.4)]
@@ -49,7 +49,7 @@ CLAIM = Claim(
         ),
         Check(
             "at a period of 16, block momentum has fewer errors than averaging",
-            lambda r: r(MEAN, "error", 16) - r(MOMENTUM, "error", 16),
+            difference(MEAN, MOMENTUM, 16),
             above=0.0,
             unit="points",
         ),

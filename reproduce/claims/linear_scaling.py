@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from reproduce.claim import Check, Claim, Method, Values
+from reproduce.claim import Check, Claim, Method, Values, difference
 from reproduce.runs import simulated
 
 RATES = [{"lr": rate} for rate in (0.005, 0.01, 0.02, 0.05, 0.1)]
@@ -41,12 +41,7 @@ CLAIM = Claim(
             below=2.0,
             unit="points",
         ),
-        Check(
-            "without, more errors at K = 8 than with it",
-            lambda r: r(WITHOUT, "error", 8) - r(WITH, "error", 8),
-            above=0.0,
-            unit="points",
-        ),
+        Check("without, more errors at K = 8 than with it", difference(WITHOUT, WITH, 8), above=0.0, unit="points"),
         Check(
             "with a warm-up, K = 32 fails",
             lambda r: r(WITH, "error", 32) - r(WITH, "error", 1),

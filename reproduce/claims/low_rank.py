@@ -5,7 +5,7 @@ The paper's workers decompose the mean in two all-reduces.
 
 from __future__ import annotations
 
-from reproduce.claim import Check, Claim, Method
+from reproduce.claim import Check, Claim, Method, difference
 from reproduce.claims.one_bit import SETTINGS, TASKS, point
 from reproduce.claims.sparse_momentum import RATES
 
@@ -28,15 +28,12 @@ CLAIM = Claim(
     shown={"error": "test error, %"},
     checks=(
         Check(
-            "at most 1 point more errors than with plain gradients",
-            lambda r: r(RANK_2, "error") - r(PLAIN, "error"),
-            below=1.0,
-            unit="points",
+            "at most 1 point more errors than with plain gradients", difference(RANK_2, PLAIN), below=1.0, unit="points"
         ),
         Check("over 10 times fewer bytes", lambda r: r(RANK_2, "fewer_bytes"), above=10.0, unit="times"),
         Check(
             "as few values at random places have more errors",
-            lambda r: r(RANDOM, "error") - r(RANK_2, "error"),
+            difference(RANDOM, RANK_2),
             above=0.0,
             unit="points",
             control=True,

@@ -36,10 +36,7 @@ def largest(method: str, measure: str) -> Any:
 CLAIM = Claim(
     paper="Gupta et al. 2016",
     text="the mean staleness is (workers - 1) / c; on equal machines no gradient misses more than 2n updates",
-    methods=(
-        Method(EQUAL, {"kind": "lognormal", "spread": 0.1}),
-        Method(EXPONENTIAL, {"kind": "exponential"}),
-    ),
+    methods=(Method(EQUAL, {"kind": "lognormal", "spread": 0.1}), Method(EXPONENTIAL, {"kind": "exponential"})),
     settings={"steps": 400},
     point=point,
     x=NS,

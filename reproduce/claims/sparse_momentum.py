@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reproduce.claim import Check, Claim, Method
+from reproduce.claim import Check, Claim, Method, difference
 from reproduce.claims.one_bit import SETTINGS, TASKS, point
 
 CODEC = "deep_gradient:0.01,momentum=0.9,warmup=2"
@@ -27,14 +27,14 @@ CLAIM = Claim(
     checks=(
         Check(
             "at most 1 point more errors than dense gradients with the same momentum",
-            lambda r: r(DEEP, "error") - r(DENSE, "error"),
+            difference(DEEP, DENSE),
             below=1.0,
             unit="points",
         ),
         Check("over 50 times fewer bytes", lambda r: r(DEEP, "fewer_bytes"), above=50.0, unit="times"),
         Check(
             "without masking, more errors than with it",
-            lambda r: r(UNMASKED, "error") - r(DEEP, "error"),
+            difference(UNMASKED, DEEP),
             above=0.0,
             unit="points",
             control=True,

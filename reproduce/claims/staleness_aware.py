@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from reproduce.claim import Check, Claim, Method, Values
+from reproduce.claim import Check, Claim, Method, Values, difference
 from reproduce.runs import simulated
 
 RATES = [{"lr": rate} for rate in (0.1, 0.2, 0.3)]
@@ -46,7 +46,7 @@ CLAIM = Claim(
         Check("divided, n = 30 is within 2 points of lock-step", more(DIVIDED, 30), below=2.0, unit="points"),
         Check(
             "a rate tuned for n = 30 does not do as well",
-            lambda r: r(OWN, "error", 30) - r(DIVIDED, "error", 30),
+            difference(OWN, DIVIDED, 30),
             above=0.0,
             unit="points more errors",
             control=True,
