@@ -34,8 +34,8 @@ def times(rows: list[dict[str, object]]) -> Times:
 def table(found: Times) -> str:
     lines = ["| | 100 Mbit | 1 Gbit |", "|---|---|---|"]
     for name, by_mbit in found.items():
-        cells = [_cell(by_mbit.get(mbit, [])) for mbit in MBIT]
-        lines.append(f"| {name if name.startswith('DDP') else _code(name)} | {' | '.join(cells)} |")
+        both = [_seconds(by_mbit.get(mbit, [])) for mbit in MBIT]
+        lines.append(f"| {name if name.startswith('DDP') else _code(name)} | {' | '.join(both)} |")
     return "\n".join(lines)
 
 
@@ -43,7 +43,7 @@ def _code(name: str) -> str:
     return ", ".join(f"`{part}`" for part in name.split(", "))
 
 
-def _cell(seconds: list[float]) -> str:
+def _seconds(seconds: list[float]) -> str:
     if not seconds:
         return ""
     low, high = min(seconds), max(seconds)
