@@ -153,6 +153,8 @@ def train(
             checkpoint_every=0,
             runs=folder,
         )
+    if result.outcome != "finished":
+        raise KeyboardInterrupt  # a run that a signal has stopped early is no point
     last = result.history[-1]
     accuracy = 100 * result.metrics["accuracy"]
     return {
