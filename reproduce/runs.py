@@ -91,6 +91,7 @@ def simulate(
     steps: int | None = None,
     network: dict[str, float] | None = None,
     codec: str = "",
+    parts: str = "speed",
     **settings: Any,
 ) -> Done:
     """Simulate training; with `steps`, simulate the timing of messages only, without gradients."""
@@ -112,6 +113,7 @@ def simulate(
             directory=folder,
             failure_timeout_s=1000.0,
             codec=codec,
+            parts=parts,
             sim=SimSettings(compute=compute or {}, time_only=steps is not None, steps=steps),
         )
         result = sim.run(config, seen.append, model=model)
@@ -159,6 +161,8 @@ def train(
     accuracy = 100 * result.metrics["accuracy"]
     return {
         "error": 100 - accuracy if accuracy == accuracy else 90.0,
+        "loss": result.metrics["loss"],
+        "sent_mb": sum(last.sent_bytes.values()) / 1e6,
         "pushed_mb": last.pushed_bytes / 1e6,
         "fewer_bytes": (last.pushed_bytes + last.saved_bytes) / max(1, last.pushed_bytes),
     }

@@ -27,10 +27,15 @@ AS_FAST = 1.15  # an algorithm that takes at most this much longer than the fast
 
 
 def run(effort: Effort) -> Iterator[Row]:
+    for num_ranks in (2, 4):
+        yield from _rows(num_ranks, measured_times(num_ranks, 1 if effort == "full" else 4))
+
+
+def measured_times(num_ranks: int, divisor: int) -> AllReduceTimes:
+    """Measure in processes of their own, with a fraction of the repetitions."""
     zygote = Zygote.start((*PRELOAD, "rainband.bench.baselines.all_reduce"))
     try:
-        for num_ranks in (2, 4):
-            yield from _rows(num_ranks, _measured(zygote, num_ranks, 1 if effort == "full" else 4))
+        return _measured(zygote, num_ranks, divisor)
     finally:
         zygote.close(1.0)
 

@@ -15,7 +15,7 @@ are left out. The optimizer's step is part of the time of a gradient.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -57,6 +57,13 @@ def costs_of(model: ClusterModel, members: int) -> LinkCosts:
     return LinkCosts(network.latency_s, 1 / network.bytes_per_s, 0.0, members)
 
 
+@lru_cache(maxsize=256)
+def all_reduce_s(algorithm: str, members: int, num_bytes: int, costs: LinkCosts) -> float:
+    """Return the seconds of an all-reduce by this algorithm, or, with auto, by the fastest one."""
+    name = choose(members, num_bytes, costs) if algorithm == "auto" else algorithm
+    return predict_s(table_of(members, Call("all_reduce", name)), num_bytes, costs)
+
+
 def mixing_s(model: ClusterModel, num_bytes: int, sources: int) -> float:
     """Return the seconds in which a member gives its tensors to some others, and receives theirs."""
     nodes, network = model.nodes, model.network
@@ -95,9 +102,7 @@ class SimulatedRounds:
         model = self.cluster.model
         if not self.algorithm or members < 2 or not num_bytes:
             return exchange_s(model, num_bytes, members)
-        costs = costs_of(model, members)
-        name = choose(members, num_bytes, costs) if self.algorithm == "auto" else self.algorithm
-        return predict_s(table_of(members, Call("all_reduce", name)), num_bytes, costs)
+        return all_reduce_s(self.algorithm, members, num_bytes, costs_of(model, members))
 
     def exclude(self, rank: int) -> None:
         """Exclude a worker that has ended, or is stopped."""
