@@ -21,7 +21,11 @@ from rainband.runtimes.simulation.run import SimulatedResult
 from rainband.tasks.load import load_task
 from reproduce.claim import Values
 
-TASKS: dict[str, dict[str, Any]] = {"digits": {}, "mlp": {"parameters": "0.1M", "samples": 16384}}
+TASKS: dict[str, dict[str, Any]] = {
+    "digits": {},
+    "mlp": {"parameters": "0.1M", "samples": 16384},
+    "reproduce.tiny_lm:TinyLm": {},
+}
 
 
 @dataclass(frozen=True)
