@@ -13,7 +13,7 @@ from reproduce.runs import train
 
 WORKERS, BATCH, EPOCHS, PERIOD = 4, 16, 8, 50
 TASK = "reproduce.tiny_lm:TinyLm"
-RATES = [{"lr": rate} for rate in (0.002, 0.004, 0.008, 0.016)]
+RATES = [{"lr": rate} for rate in (0.004, 0.008, 0.016)]
 LOCAL = {"period": PERIOD, "batch_size": BATCH}
 
 
