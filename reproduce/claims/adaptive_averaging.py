@@ -53,15 +53,17 @@ CLAIM = Claim(
     text="AdaComm ends with the loss of averaging after each step, sooner; no fixed period is better in loss and time",
     part="Model averaging",
     methods=(
-        Method("AdaComm", {"strategy": "adaptive_period", "period": 16, "interval": 32}, RATES),
-        *(Method(f"period {period}", {"strategy": "averaging", "period": period}, RATES) for period in PERIODS),
+        Method("AdaComm", {"strategy": "adaptive_period", "period": 16, "interval": 32}, RATES, tuned_at=0.5),
+        *(
+            Method(f"period {period}", {"strategy": "averaging", "period": period}, RATES, tuned_at=0.5)
+            for period in PERIODS
+        ),
     ),
     settings={"epochs": 12},
     point=point,
     x=(0.5, 4.0),
     x_label="time of an exchange, in steps",
     tuned_by="loss",
-    tuned_at=0.5,
     shown={"loss": "test loss", "seconds": "simulated seconds"},
     checks=(
         Check(
