@@ -43,14 +43,14 @@ def point(seed: int, x: float, task: str, algorithm: str) -> dict[str, float]:
         for sock in row.values():
             sock.close()
     sent = [sum(received.get(rank, 0) for received, _ in reports) for rank in range(number)]
-    book = load_algorithm(algorithm).textbook(number)
+    formula = load_algorithm(algorithm).textbook(number)
     table = load_algorithm(algorithm).table(number)
     return {
         "wrong": sum(wrong for _, wrong in reports),
         "most": max(sent) / (4 * SIZE),
-        "against_book": max(sent) / (4 * SIZE * book.max_sent),
-        "total_against_book": sum(sent) / (4 * SIZE * book.total_sent),
-        "steps_over": table.num_steps - book.steps,
+        "against_book": max(sent) / (4 * SIZE * formula.max_sent),
+        "total_against_book": sum(sent) / (4 * SIZE * formula.total_sent),
+        "steps_over": table.num_steps - formula.steps,
     }
 
 
