@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from rainband.bench.cases import checkpoints, peers, startup
+from rainband.bench.cases import checkpoints, machines, peers, startup
 from rainband.bench.harness.processes import BenchProcess
 from rainband.protocol import events
 from rainband.runtimes.processes.zygote import Zygote
@@ -89,3 +89,9 @@ def test_servers_read_a_checkpoint_in_processes_of_their_own(tmp_path: Path) -> 
     rows = checkpoints.rates(tmp_path, 24)
     assert [row.name for row in rows if row.unit == "GB/s"] == ["writing 0.03 GB", "reading 0.03 GB for three servers"]
     assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_a_worker_works_from_its_first_counted_samples_on() -> None:
+    """Measured sooner, a run over 100 Mbit had made no samples, and the error of a prediction was a division by 0."""
+    progress = [{"event": "Progress", "samples_per_s": rates} for rates in ({"0": 9.0, "1": 0.0}, {"0": 0.0, "2": 3.0})]
+    assert machines.working([{"event": "Linked", "worker": 1}, *progress]) == {"0", "2"}

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,11 +39,13 @@ READERS = 3  # servers of the run that continues
 RUN = ["mlp", "downpour", "--workers", "2", "--servers", "1", "--eval-every", "0"]
 
 
-def run(effort: Effort) -> list[Row]:
+def run(effort: Effort) -> Iterator[Row]:
     megabytes, seconds = (1024, 30.0) if effort == "full" else (256, 12.0)
     torch.set_num_threads(1)  # as in a server
     with tempfile.TemporaryDirectory(dir=os.getcwd()) as folder:
-        return [*rates(Path(folder), megabytes), *_cost(Path(folder), seconds), *_start(Path(folder), effort)]
+        yield from rates(Path(folder), megabytes)
+        yield from _cost(Path(folder), seconds)
+        yield from _start(Path(folder), effort)
 
 
 # ---- rates of one server ----
