@@ -58,7 +58,8 @@ CANDIDATES = (
 )
 WORK_ITEMS = 768  # that a simulation has at most, so that one of many workers does not take long
 STEPS = (4, 32)  # per worker
-# By which measured rates were off, with other tasks and numbers of workers than were calibrated (docs/results/).
+# An assumption: twice the largest error of rates with the task and the number of workers that were calibrated
+# (docs/results/benchmarks.md). `rainband bench analyze` measures it with others.
 MODEL_ERROR = 0.25
 SIMULATED_AT_MOST = 512  # workers
 
