@@ -251,6 +251,8 @@ def test_parts_follow_the_measured_speeds_after_5_and_15_rounds_and_then_every_5
     assert (after.shares, after.sizes(66)) == ((50.0, 50.0, 10.0), (30, 30, 6))
     alike = {rank: header(speed=speed) for rank, speed in enumerate((50.0, 52.0, 51.0))}
     assert decided(alike, serial=49).shares == ()  # not worth a new cut
+    noisy = {rank: header(speed=speed) for rank, speed in enumerate((50.0, 65.0, 60.0))}
+    assert [serial + 1 for serial in range(60) if decided(noisy, serial=serial).shares] == [50]  # few rounds are noise
 
 
 def test_a_member_whose_parameters_differ_receives_the_state() -> None:

@@ -20,6 +20,7 @@ Kind = Literal["mean", "scalars", "skip", "defer", "end"]  # end: of an epoch
 
 FIRST_CUTS, RECUT_ROUNDS = (5, 15), 50  # rounds with the same members after which parts are cut by measured speed
 RECUT_CHANGE = 0.1  # and the least relative change of a share that is worth it
+FIRST_CHANGE = 0.4  # the same for the first cuts: few rounds tell a slow machine from a fast one, but not noise
 DRIFT_ROUNDS = 100  # between two comparisons of the parameters
 NO_BACKWARD = "no backward pass"
 K_BITS, BATCH_BITS = 16, 28
@@ -73,8 +74,17 @@ class RoundView(msgspec.Struct, frozen=True, array_like=True):
     @property
     def may_recut(self) -> bool:
         """Return whether the parts of the next round may be cut by measured speed."""
-        rounds = self.serial + 1 - max(self.trial, max([member.since for member in self.members]))
-        return rounds in FIRST_CUTS or (rounds > 0 and rounds % RECUT_ROUNDS == 0)
+        return self.rounds_together in FIRST_CUTS or self.is_regular_cut
+
+    @property
+    def is_regular_cut(self) -> bool:
+        """Return whether speeds have been measured for long enough to follow small differences."""
+        return self.rounds_together > 0 and self.rounds_together % RECUT_ROUNDS == 0
+
+    @property
+    def rounds_together(self) -> int:
+        """Return the number of rounds since the members have changed."""
+        return self.serial + 1 - max(self.trial, max([member.since for member in self.members]))
 
     def key(self) -> int:
         """Return a hash; members with different ones have decided differently."""
@@ -337,7 +347,9 @@ def _shares(
     speeds = [headers[m.rank].speed if m.rank in headers else 0.0 for m in members]
     if all(speeds) and view.may_recut:
         before = view.shares or (1.0,) * len(members)
-        if len(before) != len(members) or _differ(before, speeds):
+        if len(before) != len(members) or _differ(
+            before, speeds, RECUT_CHANGE if view.is_regular_cut else FIRST_CHANGE
+        ):
             return tuple(speeds)
     if [m.rank for m in members] == [m.rank for m in view.members] or not view.shares:
         return view.shares
@@ -346,9 +358,9 @@ def _shares(
     return tuple(old.get(m.rank, usual) for m in members)
 
 
-def _differ(before: Sequence[float], now: Sequence[float]) -> bool:
+def _differ(before: Sequence[float], now: Sequence[float], change: float) -> bool:
     scale = sum(before) / sum(now)
-    return any(abs(speed * scale / share - 1.0) > RECUT_CHANGE for share, speed in zip(before, now, strict=True))
+    return any(abs(speed * scale / share - 1.0) > change for share, speed in zip(before, now, strict=True))
 
 
 def means(headers: Mapping[int, Header], given: Sequence[int]) -> tuple[float, ...]:
