@@ -603,6 +603,10 @@ def sampler_of_ddp(run: Any, model: nn.Module, optimizer: Any, batch: Any) -> No
     run.loader(DataLoader(DATA, sampler=DistributedSampler(DATA, 2, 0)))
 
 
+def loader_for_dataset(run: Any, model: nn.Module, optimizer: Any, batch: Any) -> None:
+    run.batches(DataLoader(DATA, batch_size=4))
+
+
 def stream_without_loader(run: Any, model: nn.Module, optimizer: Any, batch: Any) -> None:
     run.batches(iter(DATA), batch_size=4)
 
@@ -617,6 +621,7 @@ def stream_without_loader(run: Any, model: nn.Module, optimizer: Any, batch: Any
         (negative_weight, "run.weight(-1) must be 0 or more"),
         (state_of_a_number, "run.register needs objects with state_dict and load_state_dict, and int has none"),
         (sampler_of_ddp, "omit the DistributedSampler"),
+        (loader_for_dataset, "for a DataLoader, iterate over run.loader(loader)"),
         (stream_without_loader, "has no length: make a DataLoader of it"),
     ],
 )

@@ -183,6 +183,7 @@ def fetched_ahead(dataset: Any, drawn: LoopBatches, arguments: dict[str, Any]) -
 
 def described(dataset: Any, batch_size: int, epochs: int, arguments: dict[str, Any]) -> Dataset:
     """Return what the data plan needs to know; raise ValueError for unsuitable data or loader arguments."""
+    refuse_loader(dataset)
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise ValueError(
             f"{type(dataset).__name__} has no length, so its samples cannot be distributed: use a map-style dataset "
@@ -196,6 +197,14 @@ def described(dataset: Any, batch_size: int, epochs: int, arguments: dict[str, A
     if arguments.get("shuffle") is False:
         raise ValueError("shuffle=False is not supported, because workers draw batches in any order: omit it.")
     return Dataset(fingerprint_of(dataset, arguments.get("collate_fn")), len(dataset), batch_size, epochs, drop_last)
+
+
+def refuse_loader(dataset: Any) -> None:
+    """Raise ValueError for a DataLoader in the place of its dataset."""
+    if isinstance(dataset, DataLoader):
+        raise ValueError(
+            "run.batches(...) makes batches of a dataset: for a DataLoader, iterate over run.loader(loader)."
+        )
 
 
 def check_sizes(dataset: Any, batch_size: int, drop_last: bool) -> None:

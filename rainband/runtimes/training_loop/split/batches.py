@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from rainband.rounds.cut import MIN_SAMPLES
 from rainband.rounds.exchange import Part
-from rainband.runtimes.training_loop.batches import check_sizes
+from rainband.runtimes.training_loop.batches import check_sizes, refuse_loader
 from rainband.runtimes.training_loop.of_shared_batches import arguments_of
 from rainband.runtimes.training_loop.script_random import CommonRandom
 from rainband.runtimes.training_loop.split.orders import BatchOrder, SamplerOrder, ShuffledOrder, StreamOrder
@@ -199,6 +199,7 @@ def batches_of_dataset(
     arguments: dict[str, Any],
 ) -> SplitBatches:
     """Return what stands in the place of a DataLoader of this dataset; raise ValueError if it has no batches."""
+    refuse_loader(dataset)
     if not hasattr(dataset, "__len__"):
         raise ValueError(
             f"{type(dataset).__name__} has no length: make a DataLoader of it, and iterate over "
