@@ -25,9 +25,9 @@ LARGE = torch.arange(PART_BYTES // 4 + 1000, dtype=torch.float32)  # more than o
 class Near(RemoteStore):
     """A store whose requests arrive without a connection."""
 
-    def __init__(self, folder: Path, under_way: str = "", source: str = "") -> None:
+    def __init__(self, folder: Path, under_way: str = "", source: str = "", last: str = "") -> None:
         super().__init__(Address("", 0), {}, b"", str(folder))
-        self.host = FileHost(LocalStore(folder), source, lambda: under_way, AtOnce(), self._answered)
+        self.host = FileHost(LocalStore(folder), source, lambda: under_way, lambda: last, AtOnce(), self._answered)
 
     def _answered(self, to: Peer, answer: Message, body: bytes | None) -> None:
         assert isinstance(answer, FileAnswer) and to == NODE

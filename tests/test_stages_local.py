@@ -19,13 +19,15 @@ pytestmark = pytest.mark.processes
 STAGED = {"task": "tests.stage_tasks:Shaped", "optimizer": "sgd", "gated": False}
 
 
-def simulated(folder: Path, strategy: str, name: str, workers: int, **options: object) -> dict[str, torch.Tensor]:
+def simulated(
+    folder: Path, strategy: str, name: str, workers: int, samples: int = 40, **options: object
+) -> dict[str, torch.Tensor]:
     """The same in virtual time, by whole models where `team` is not given."""
     folder.mkdir()
     settings = {"lr": LR, "optimizer": "sgd"} | ({"batch_per_worker": True} if strategy == "sync" else {})
     config = RunConfig(
         task="tests.stage_tasks:Shaped",
-        task_settings={"name": name, "samples": 40},
+        task_settings={"name": name, "samples": samples},
         strategy=strategy,
         strategy_settings=settings,
         num_workers=workers,
@@ -117,3 +119,28 @@ def test_the_only_replica_is_started_again(launcher: RunLauncher, tmp_path: Path
     assert (joined.count("worker 0"), joined.count("worker 1")) == (2, 2)
     lost = {event.node: event.why for event in run.all(events.Lost)}
     assert "killed by signal 9" in lost["worker 1"]
+
+
+@pytest.mark.parametrize("strategy", ["pipedream", "single"])
+def test_stages_without_servers_go_on_from_the_last_checkpoint(
+    launcher: RunLauncher, tmp_path: Path, strategy: str
+) -> None:
+    stage_plan = planned(Shaped("chain"), 2)
+    often = {"checkpoint_every_s": 0.1}
+    with launcher.run(
+        tmp_path, strategy, servers=0, stage_plan=stage_plan, name="chain", samples=6000, options=often, **STAGED
+    ) as run:
+        run.first(events.CheckpointWritten)
+        run.remember()
+        run.worker(1).kill()
+        result = run.result()
+    assert result.outcome == "finished", result.reason
+    assert (result.accounting["applied"], result.accounting["lost"], result.accounting["applied_twice"]) == (1500, 0, 0)
+    [restored] = run.all(events.Restored)
+    assert (
+        restored.step in {event.step for event in run.all(events.CheckpointWritten)} and restored.repeated is not None
+    )
+    if strategy == "single":  # whenever checkpoints are written, its model is that of a run without faults
+        expected = simulated(tmp_path / "sim", "single", "chain", workers=2, stage_plan=stage_plan, samples=6000)
+        for key, value in load_file(tmp_path / "run" / "model.safetensors").items():
+            torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12)

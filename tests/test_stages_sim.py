@@ -121,9 +121,10 @@ def test_a_replica_that_is_lost_before_it_joins_is_started_again(tmp_path: Path)
     assert (result.outcome, result.accounting["applied"]) == ("finished", 24), result.reason
 
 
-def test_pipedream_has_no_servers_and_ends_with_the_reason(tmp_path: Path) -> None:
-    calm, _ = simulated(tmp_path / "calm", "chain", "pipedream", stages=2, replicas=1)
-    faults = f"{0.5 * calm.seconds:.9f} kill worker 1"
+def test_pipedream_that_loses_a_stage_when_all_is_done_ends_with_the_reason(tmp_path: Path) -> None:
+    _, calm = simulated(tmp_path / "calm", "chain", "pipedream", stages=2, replicas=1)
+    [over] = [event.at_s for event in calm if isinstance(event, events.PhaseChanged) and event.phase == "finishing"]
+    faults = f"{over + 1e-9:.12f} kill worker 1"
     result, _ = simulated(tmp_path, "chain", "pipedream", stages=2, replicas=1, faults=faults)
     assert result.outcome == "failed"
     assert "worker 1 of the same replica was lost" in result.reason

@@ -10,6 +10,7 @@ from rainband.coordinator.buffers import FirstBuffers
 from rainband.coordinator.full_batch import FullBatchDuty
 from rainband.coordinator.liveness import Liveness
 from rainband.coordinator.planning import EQUAL_DATA, Planning
+from rainband.coordinator.saving.rollback import Rollback
 from rainband.coordinator.shutdown import RunEnd
 from rainband.coordinator.state import CoordinatorOutput, Phase, RunState, ServerState, WorkerState
 from rainband.protocol import events
@@ -30,8 +31,10 @@ class Admission:
         planning: Planning,
         liveness: Liveness,
         full_batch: FullBatchDuty | None,
+        rollback: Rollback,
     ) -> None:
         self.state = state
+        self.rollback = rollback
         self.shutdown = shutdown
         self.planning = planning
         self.liveness = liveness
@@ -138,6 +141,10 @@ class Admission:
             if known < state.settings.num_workers:
                 return []  # they start together: a late one could find that the others have ended
         complete = [(sender, join) for sender, join in self.waiting if state.is_complete(sender.index)]
+        if self.rollback.must_wait:
+            return []
+        if complete and self.rollback.is_due:
+            self.rollback.begin(now)
         if not state.plan:
             complete = self._who_begins(complete)
         if not complete:

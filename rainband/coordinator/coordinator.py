@@ -20,6 +20,7 @@ from rainband.coordinator.liveness import Liveness
 from rainband.coordinator.planning import Planning
 from rainband.coordinator.reporting import Reporting
 from rainband.coordinator.saving.checkpoints import Checkpoints, Collected
+from rainband.coordinator.saving.rollback import Rollback
 from rainband.coordinator.shutdown import RunEnd
 from rainband.coordinator.state import CoordinatorOutput, Phase, RunSettings, RunState, ServerState
 from rainband.errors import did_you_mean
@@ -79,7 +80,8 @@ class Coordinator:
         self.leases = Leases(state, self.shutdown)
         self.liveness = Liveness(state, self.shutdown, self.leases, self.full_batch, self.in_rounds)
         self.planning = Planning(state)
-        self.admission = Admission(state, self.shutdown, self.planning, self.liveness, self.full_batch)
+        rollback = Rollback(state, self.leases, self.checkpoints)
+        self.admission = Admission(state, self.shutdown, self.planning, self.liveness, self.full_batch, rollback)
         self.guard = GuardActions(state, self.reporting, requires)
         self.warned_of_target = False
 
@@ -272,7 +274,7 @@ class Coordinator:
     ) -> list[CoordinatorOutput]:
         """Note that a checkpoint is there, under this name, or why it is not."""
         self.checkpoints.committed(collected, name, now, error)
-        return self.shutdown.when_concluded() + self.checkpoints.tick(now)
+        return self.shutdown.when_concluded() + self.admission.form(now) + self.checkpoints.tick(now)
 
     def _before_stop(self) -> list[tuple[Peer, Message]]:
         """Begin the last checkpoint of a full-batch run that is stopped."""

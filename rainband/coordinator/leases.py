@@ -82,6 +82,10 @@ class Leases:
     def __init__(self, state: RunState, shutdown: RunEnd) -> None:
         self.state = state
         self.shutdown = shutdown
+        self.begin_again(None)
+
+    def begin_again(self, restore: Restore | None) -> None:
+        """Forget all leases; lease what a checkpoint lacks, or everything."""
         self.pool: list[int] = []  # portions never leased that may be leased now, in order
         self.next_fresh = 0
         self.numbers: dict[int, int] = {}  # portion -> its last lease number
@@ -91,8 +95,10 @@ class Leases:
         self.last_worker: dict[int, int] = {}  # portion -> the worker that had it last
         self.rebalanced: set[int] = set()  # portions revoked only because the worker has more than others
         self.unconfirmed: dict[int, float] = {}  # returned as done, not yet in the accepted sets -> since when
-        self.counts = PositionCounts(state)
+        self.counts = PositionCounts(self.state)
         self.wanting: dict[int, None] = {}  # workers that asked for a lease, longest first
+        if restore is not None:
+            self.restore(restore)
 
     def restore(self, restore: Restore) -> None:
         """Lease only what the blocks of a checkpoint lack."""

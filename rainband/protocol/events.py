@@ -268,11 +268,12 @@ class CheckpointWritten(Event, frozen=True):
 
 
 class Restored(Event, frozen=True):
-    """The run continues from a checkpoint."""
+    """The run continues from a checkpoint, or the workers of a lost replica from the last one."""
 
-    place: str
+    place: str  # "": there is none yet, so it begins again
     step: int  # batches that are in it
     samples: int  # of these batches
+    repeated: int | None = None  # batches done after it, which are computed again; None: the run begins with it
 
 
 class TargetReached(Event, frozen=True):

@@ -489,6 +489,7 @@ class Welcome(Message, frozen=True, tag=104):
     load: bool = False  # send the servers your parameters: they are the initial values
     replica_addresses: tuple[Address, ...] = ()  # of the workers of its replica, in the order of their machines
     via: int = -1  # in a tree of servers, the one to which this worker pushes and from which it pulls
+    checkpoint: str = ""  # of this run, to begin with: a worker was lost that had parameters
 
 
 class Go(Message, frozen=True, tag=105):

@@ -155,7 +155,8 @@ def _in_stages(
     stages, splits = resolved.get("stages") or 1, typed_splits(resolved)
     wide = WideStages(stages, splits) if placement is None and (splits or size > stages) else None
     how = "counting the multiplications of" if simulated else "measuring"
-    say(f"{how} {config.task} to split it into stages for {size} workers ...")
+    what = "split it into stages" if placement is None else "predict its speed"
+    say(f"{how} {config.task} to {what} with {size} workers ...")
     stage_plan = make_stage_plan(
         make_task(),
         config.task,

@@ -26,8 +26,8 @@ A stage may have replicas (as `rainband placement` decides): batches go to them 
 weighted by their samples, make one update, the same on all replicas.
 
 Use when a model is too large or too slow for one machine, and its stages take about equally long. Avoid when the result
-must equal that of one process (--stages with single, or with sync batch_per_worker=true), or when workers may be lost:
-each holds the only copy of its stage's parameters.
+must equal that of one process (--stages with single, or with sync batch_per_worker=true), or when workers are lost
+often: all stages then go on from the last checkpoint.
 """
 
 from __future__ import annotations

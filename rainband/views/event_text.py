@@ -45,7 +45,7 @@ def lasting_lines(event: AnyEvent, so_far: RunSoFar, verbose: bool = False) -> l
         case events.UserError():
             return user_error(event, verbose)
         case events.Restored():
-            return [f"continuing from {event.place}, with {event.step:,} batches done"]
+            return [restored(event)]
         case events.CheckpointWritten() if verbose:
             return [f"checkpoint {event.name}: {size(event.num_bytes)} in {event.seconds:.1f} s"]
         case events.TargetReached():
@@ -74,8 +74,9 @@ def join_command(so_far: RunSoFar) -> str:
 
 def _lost(event: events.Lost, so_far: RunSoFar) -> str:
     has_others = so_far.started is not None and so_far.started.num_workers > 1
-    reassigns = event.node.startswith("worker") and has_others and so_far.phase == "running"
     shares = so_far.started is not None and so_far.started.shares_batches
+    has_servers = so_far.started is not None and so_far.started.num_servers > 0  # otherwise it held parameters
+    reassigns = event.node.startswith("worker") and has_others and so_far.phase == "running" and (has_servers or shares)
     goes_on = "the others share its part" if shares else "its batches are reassigned"
     after = f"; {goes_on}" if reassigns else ""
     match event.state:
@@ -93,6 +94,17 @@ def _guard_acted(event: events.GuardActed) -> str:
     bound = "" if event.bound is None else f"; the bound is now {event.bound}"
     rate = "" if event.lr_factor == 1 else f"; the learning rate is now {event.lr_factor:g} times its setting"
     return f"divergence guard: {event.why}{bound}{rate}"
+
+
+def restored(event: events.Restored) -> str:
+    """Return from where a run continues, and what is computed again."""
+    done = f"{count(event.step, 'batch')} done"
+    if event.repeated is None:
+        return f"continuing from {event.place}, with {done}"
+    place = (
+        f"continuing from {event.place}, with {done}" if event.place else "there is no checkpoint yet: beginning again"
+    )
+    return f"{place}; {count(event.repeated, 'batch')} computed again"
 
 
 def user_error(event: events.UserError, verbose: bool = False) -> list[str]:

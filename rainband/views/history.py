@@ -82,7 +82,7 @@ class RunSoFar:
                 self.started = event
             case events.PlanMade():
                 self.plan = event
-            case events.Restored():
+            case events.Restored(repeated=None):
                 self.restored_samples = event.samples
             case events.PipelinePredicted():
                 self.predicted = event

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rainband.coordinator.state import Target
 from rainband.protocol.events import Progress, RunEnded
 from rainband.views import predicted_stages as predicted
 from rainband.views.event_text import bound
@@ -64,7 +65,9 @@ def target(so_far: RunSoFar) -> str:
     if so_far.target is None:
         metric, measured = typed.partition("=")[0], so_far.ended.metrics if so_far.ended is not None else {}
         unknown = f": no {metric} was measured, only {' and '.join(measured)}" if measured else ""
-        return f"{typed} was not reached" + (unknown if metric not in measured else "")
+        late = ", except by the evaluation at the end: a smaller --eval-every finds out sooner"
+        known = Target(metric, float(typed.partition("=")[2]))
+        return f"{typed} was not reached" + (unknown if metric not in measured else late * known.is_reached(measured))
     reached = so_far.target
     after_s = reached.at_s - (so_far.training.began_s or 0.0)
     value = f"{reached.metric} {short(reached.value)} (target {typed.partition('=')[2]})"

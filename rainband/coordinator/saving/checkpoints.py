@@ -58,6 +58,7 @@ class Checkpoints:
         self.last_step = -1  # of the last checkpoint
         self.done_before = 0  # batches, when the last one began
         self.last_name = ""  # its folder
+        self.last_blocks: tuple[SavedBlock, ...] = ()  # in it
         self.over = False  # the final one was written, or could not be
 
     # ---- when ---------------------------------------------------------------------------------------------------
@@ -231,6 +232,12 @@ class Checkpoints:
         if self.current is not None and peer in self.current.waiting:
             self._failed(f"{peer} was lost while it wrote its part", now)
 
+    def give_up(self, now: float) -> None:
+        """Give up what is under way: its nodes are lost."""
+        if self.current is not None:
+            self._failed("its workers were lost", now)
+        self.done_before = max(0, self.last_step)
+
     # ---- what the runtime has made of it ------------------------------------------------------------------------
 
     def committed(self, collected: Collected, name: str, now: float, error: str = "") -> None:
@@ -241,7 +248,7 @@ class Checkpoints:
             self._leave(collected)
             self._failed(error, now)
             return
-        self.last_step, self.last_name = collected.step, name
+        self.last_step, self.last_name, self.last_blocks = collected.step, name, tuple(collected.blocks)
         self.next_at, self.requested = now + (self.every_s or NEVER_S), False
         self.state.events.append(
             events.CheckpointWritten(

@@ -168,13 +168,17 @@ class FileHost:
         store: Store,
         source: str,
         under_way: Callable[[], str],
+        last: Callable[[], str],
         background: Background,
         send: Callable[[Peer, Message, bytes | None], None],
     ) -> None:
-        """`under_way` returns the folder of the checkpoint that is being written; `source`: the one to read."""
+        """`under_way` and `last` return the folders of the checkpoint that is being written, and of the last one.
+
+        `source`: the one from which the run continues. It and the last one may be read.
+        """
         self.store = store
         self.source = source
-        self.under_way = under_way
+        self.under_way, self.last = under_way, last
         self.background = background
         self.send = send
 
@@ -215,9 +219,11 @@ class FileHost:
         return FileAnswer()
 
     def _read(self, message: FileRead) -> tuple[FileAnswer, bytes]:
-        source = Path(self.source)
+        last = self.last()
+        is_last = message.folder == last != "" and isinstance(self.store, LocalStore)
+        source = self.store.root / last if is_last and isinstance(self.store, LocalStore) else Path(self.source)
         known = message.name == MANIFEST or PLAIN_NAME.fullmatch(message.name)
-        if not self.source or message.folder != source.name or not known:
+        if not (is_last or self.source) or message.folder != source.name or not known:
             raise ValueError(f"{message.folder}/{message.name} is not of the checkpoint from which the run continues")
         with (source / message.name).open("rb", buffering=0) as file:
             num_bytes = os.fstat(file.fileno()).st_size

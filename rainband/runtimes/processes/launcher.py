@@ -148,7 +148,8 @@ class Launcher(Run):
             self.coordinator, store, facts_of(config), config.keep, self.background, calendar_time
         )
         under_way = self.coordinator.checkpoints.under_way
-        self.files = FileHost(store, config.resume_from, under_way, self.background, self.hub.send)
+        last = lambda: self.coordinator.checkpoints.last_name  # noqa: E731
+        self.files = FileHost(store, config.resume_from, under_way, last, self.background, self.hub.send)
         if hogwild_server is not None:
             self.host.memory_writer = MemoryWriter(hogwild_server, store_of(config), self.background)
         self.interrupts = 0

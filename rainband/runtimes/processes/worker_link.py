@@ -175,7 +175,9 @@ class WorkerLink:
         self.background.submit(write)
 
     def source(self) -> Checkpoint | None:
-        """Return the checkpoint from which the run continues; None: it begins anew."""
+        """Return the checkpoint to begin with: of this run, or the one from which it continues; None: there is none."""
+        if self.session.is_welcome and (name := self.session.welcome.checkpoint):
+            return Checkpoint(self.files.store(), name)
         return self.files.source() if self.config.resume_from else None
 
     def finish_saving(self) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rainband.checkpoints.read import Checkpoint
 from rainband.errors import ServerLost, Stop
 from rainband.model.gradient import Gradient
 from rainband.observer import Observer
@@ -128,7 +129,9 @@ class WorkerNode(Node):
         checkpoints = self.cluster.scenario.checkpoints
         if checkpoints is not None:
             self.compute.attach()
-            begin_checkpoints(worker, self.session, checkpoints.source, self._save_state)
+            name = self.session.welcome.checkpoint
+            source = Checkpoint(checkpoints.store, name) if name else checkpoints.source
+            begin_checkpoints(worker, self.session, source, self._save_state)
         if self.eval_every_s:
             self.measuring = PeriodicEval(worker.task, worker.module, self.stats, self.eval_every_s, self.clock.now_s)
         if self.cluster.rounds is not None:

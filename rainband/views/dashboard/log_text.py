@@ -6,7 +6,7 @@ import msgspec
 
 from rainband.protocol import events
 from rainband.protocol.events import AnyEvent
-from rainband.views.event_text import numbered, plan_made
+from rainband.views.event_text import numbered, plan_made, restored
 from rainband.views.formatting import assignment, count, size
 
 MAX_FIELD = 80  # characters of a field that has no words of its own
@@ -49,7 +49,7 @@ def one_line(event: AnyEvent) -> str:
         case events.CheckpointWritten():
             return f"{event.name}: {size(event.num_bytes)} in {event.seconds:.1f} s"
         case events.Restored():
-            return f"continues from {event.place}, with {count(event.step, 'batch')} done"
+            return restored(event)
         case events.TargetReached():
             return f"{event.metric} {event.value:.4g}: the target is reached"
         case events.Warned():
