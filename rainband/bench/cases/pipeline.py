@@ -104,6 +104,6 @@ def _rows(rates: dict[str, list[float]], task: Chain) -> list[Row]:
             rows.append(Row(name, against_one, "x", "one plain process"))
         else:
             rows.append(at_least(name, against_one, schedule.target, "one plain process"))
-        rows.append(at_least(name, ratio(schedule.name, schedule.torch_name), 1.0, TORCH))
+        rows.append(at_least(name, ratio(schedule.name, schedule.torch_name), 1.1, TORCH))
         rows.append(Row(name, ratio(schedule.name, f"{schedule.name}, predicted"), "x", PREDICTION))
     return rows

@@ -24,7 +24,7 @@ SAMPLES_PER_S = 2500  # roughly, to choose the length of a run
 
 def plain_process(zygote: Zygote, task: Chain, batch_size: int, seconds: float) -> float:
     """Return the samples per second of one plain PyTorch process."""
-    order = PlainProcessOrder(_name(task), seconds, batch_size)
+    order = PlainProcessOrder(name_of(task), seconds, batch_size)
     return float(BenchProcess(zygote, f"{BASELINES}plain_main", order, "plain").result()[0])
 
 
@@ -45,7 +45,7 @@ def two_stage_placement(task: Chain) -> Placement:
     else:
         parts = list(cut.units[: task.layers]), list(cut.units[task.layers :])
     return Placement(
-        model=_name(task),
+        model=name_of(task),
         kind="partition" if isinstance(task, Branches) else "pipeline",
         partitioner="two_stages",
         num_machines=2,
@@ -57,7 +57,7 @@ def profile_of(task: Chain, samples: int) -> Profile:
     """Measure the cost of this number of samples on one core, layer by layer."""
     data = task.data()
     cut, _, _ = cut_task(task, task.model(), data, samples)
-    return measure_samples(task, cut, data, samples, _name(task))
+    return measure_samples(task, cut, data, samples, name_of(task))
 
 
 def two_workers(
@@ -72,7 +72,7 @@ def two_workers(
             first_s.append(event.at_s)
 
     settings: dict[str, Any] = {
-        "task": _name(task),
+        "task": name_of(task),
         "strategy": strategy,
         "strategy_settings": {"lr": 1e-3},
         "num_workers": 2,
@@ -87,5 +87,6 @@ def two_workers(
     return (result.samples - first_samples) / (training.ended_s - first_s[0])
 
 
-def _name(task: Chain) -> str:
+def name_of(task: Chain) -> str:
+    """Return the name by which a run loads a task."""
     return MODELS + type(task).__name__
