@@ -22,8 +22,10 @@ from rainband.strategies.downpour import Downpour
 from rainband.strategies.sandblaster import Sandblaster
 from tests.stage_tasks import Shaped, planned
 
-WIDTH = 4096  # a layer has 67 MB
-ALLOWED = 950_000_000  # bytes of address space beyond those of torch: enough for half of the model and its server
+WIDTH, LAYERS = 4096, 8  # a layer has 67 MB
+# Bytes of address space beyond those of torch. Without a limit, a worker with the whole model takes 2,700 MB, and one
+# with half of it 1,800 MB.
+ALLOWED = 2_200_000_000
 
 
 def address_space() -> int:
@@ -32,7 +34,7 @@ def address_space() -> int:
 
 @dataclass(frozen=True)
 class Limited:
-    """Four wide layers, in workers whose address space is limited."""
+    """Wide layers, in workers whose address space is limited."""
 
     deferred: bool = False
     batch_size: int = 2
@@ -41,7 +43,7 @@ class Limited:
     def model(self) -> nn.Module:
         if "rainband worker" in Path("/proc/self/cmdline").read_text():
             resource.setrlimit(resource.RLIMIT_AS, (address_space() + ALLOWED, resource.RLIM_INFINITY))
-        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)))
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
 
     def data(self) -> Any:
         return rainband.ModuleTask(nn.Identity, TensorDataset(torch.ones(4, WIDTH)), nn.MSELoss()).data()

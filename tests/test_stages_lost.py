@@ -91,3 +91,15 @@ def test_workers_may_be_lost_at_any_moment(
     assert late or is_complete(run), run.result.reason
     if case == "single" and not late:  # flushed: no matter when checkpoints were written
         assert are_equal(run, undisturbed[case])
+
+
+@pytest.mark.parametrize("case", STEPPING)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stage_that_pauses_goes_on(
+    tmp_path: Path, case: str, rank: int, undisturbed: dict[str, CheckpointRun]
+) -> None:
+    at_s = 0.5 * undisturbed[case].result.seconds
+    paused = SimSettings(faults=f"{at_s:.9f} pause worker {rank} for 60")
+    run = stepping(tmp_path / "run", case, sim=paused, failure_timeout_s=2.0)
+    assert is_complete(run), run.result.reason
+    assert are_equal(run, undisturbed[case])

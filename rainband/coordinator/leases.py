@@ -296,8 +296,8 @@ class Leases:
         """Fence a portion at every server, and request its accepted sets."""
         self.unconfirmed.pop(portion, None)
         self.last_worker[portion] = from_worker
-        if self.state.is_done(portion):
-            return []
+        if self.state.is_done(portion) or not self.state.settings.num_servers:
+            return []  # without servers, the worker goes on when it is active again: it has the only parameters
         self.numbers[portion] = self.numbers.get(portion, 0) + 1
         self.gathering[portion] = {}
         return [CoordinatorOutput(s.peer, Revoke(portion, self.numbers[portion])) for s in self.state.servers.values()]
