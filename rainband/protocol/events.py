@@ -273,7 +273,7 @@ class Restored(Event, frozen=True):
     place: str  # "": there is none yet, so it begins again
     step: int  # batches that are in it
     samples: int  # of these batches
-    repeated: int | None = None  # batches done after it, which are computed again; None: the run begins with it
+    repeated: int | None = None  # known batches after it, which are computed again; None: the run begins with it
 
 
 class TargetReached(Event, frozen=True):

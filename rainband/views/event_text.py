@@ -104,7 +104,8 @@ def restored(event: events.Restored) -> str:
     place = (
         f"continuing from {event.place}, with {done}" if event.place else "there is no checkpoint yet: beginning again"
     )
-    return f"{place}; {count(event.repeated, 'batch')} computed again"
+    some = f"{count(event.repeated, 'batch')} or more" if event.repeated else "what was done after it"
+    return f"{place}; {some} computed again"
 
 
 def user_error(event: events.UserError, verbose: bool = False) -> list[str]:
