@@ -93,6 +93,7 @@ def test_a_replica_whose_stage_is_killed_stops_and_the_other_does_its_work(
         **STAGED,
     ) as run:
         run.first(events.FirstStep)
+        run.first(events.Joined, node="worker 3")
         run.remember()
         run.worker(3).kill()
         result = run.result()
