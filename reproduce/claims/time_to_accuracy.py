@@ -41,8 +41,7 @@ def point(seed: int, x: float, task: str, strategy: str, epochs: int = 0, **sett
         "compute": {"step_s": STEP_S},
         "seed": seed,
         "target": TARGET,
-        "eval_every": EVAL_EVERY_S,
-        "checkpoint_every": 0.0,
+        "eval_every_s": EVAL_EVERY_S,
         **({"stages": STAGES, "servers": 1} if machines > 1 else {}),  # type: ignore[typeddict-item]
         **({"epochs": epochs} if epochs else {}),  # type: ignore[typeddict-item]
     }
