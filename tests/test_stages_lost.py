@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rainband.protocol import events
@@ -59,7 +59,9 @@ def test_a_lost_stage_goes_on_as_a_run_that_continues_from_the_last_checkpoint(
 ) -> None:
     whole_s = undisturbed[case].result.seconds
     workers = 3 if case == "replicas" else 2
-    run = killed(tmp_path / "run", case, 0.8 * whole_s, rank % workers, every_s=0.65 * whole_s)
+    calm = stepping(tmp_path / "calm", case, checkpoint_every_s=0.6 * whole_s)
+    [first] = [event.at_s for event in calm.events(events.CheckpointWritten)]
+    run = killed(tmp_path / "run", case, first + 0.01 * whole_s, rank % workers, every_s=0.6 * whole_s)
     assert is_complete(run), run.result.reason
     [restored] = run.events(events.Restored)
     assert restored.repeated is not None and 0 < restored.step < BATCHES
@@ -73,7 +75,8 @@ MOMENT = st.floats(0.01, 0.9)  # fractions of the time of a run
 
 
 @given(case=st.sampled_from(sorted(STEPPING)), at=MOMENT, second=MOMENT, every=st.floats(0.05, 0.5))
-@settings(max_examples=15, deadline=None)
+@example(case="replicas", at=0.5, second=0.5, every=0.5)  # a dismissed worker reports that it has ended
+@settings(max_examples=8, deadline=None)
 def test_workers_may_be_lost_at_any_moment(
     tmp_path_factory: pytest.TempPathFactory,
     undisturbed: dict[str, CheckpointRun],
@@ -87,7 +90,7 @@ def test_workers_may_be_lost_at_any_moment(
     folder = tmp_path_factory.mktemp("any") / "run"
     run = stepping(folder, case, sim=SimSettings(faults=script), checkpoint_every_s=every * whole_s)
     over = [event.at_s for event in run.events(events.PhaseChanged) if event.phase == "finishing"]
-    late = [event for event in run.events(events.Lost) if event.at_s >= over[0]]
+    late = over and [event for event in run.events(events.Lost) if event.at_s >= over[0]]
     assert late or is_complete(run), run.result.reason
     if case == "single" and not late:  # flushed: no matter when checkpoints were written
         assert are_equal(run, undisturbed[case])

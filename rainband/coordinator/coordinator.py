@@ -135,6 +135,8 @@ class Coordinator:
                 if self.full_batch is not None:
                     return self.full_batch.delivered(worker.peer, message, now)
                 return self.leases.returned(worker, message, now)
+            case Ended() if not worker.connected:  # it was dismissed with its replica, which is started again
+                return []
             case Ended() if worker.leaving and self.state.phase is Phase.RUNNING:
                 return self.liveness.leaves(worker, now)
             case Ended():
