@@ -67,7 +67,8 @@ def target(so_far: RunSoFar) -> str:
         unknown = f": no {metric} was measured, only {' and '.join(measured)}" if measured else ""
         late = ", except by the evaluation at the end: a smaller --eval-every finds out sooner"
         known = Target(metric, float(typed.partition("=")[2]))
-        return f"{typed} was not reached" + (unknown if metric not in measured else late * known.is_reached(measured))
+        reached_late = known.is_reached({name: value for name, value in measured.items() if value is not None})
+        return f"{typed} was not reached" + (unknown if metric not in measured else late * reached_late)
     reached = so_far.target
     after_s = reached.at_s - (so_far.training.began_s or 0.0)
     value = f"{reached.metric} {short(reached.value)} (target {typed.partition('=')[2]})"
