@@ -1,0 +1,1 @@
+"""Benchmarks of models on several workers."""
