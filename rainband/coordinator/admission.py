@@ -163,7 +163,7 @@ class Admission:
         outs = self.planning.make(join, now)
         restore = self.state.settings.restore
         if restore is not None:
-            self.liveness.leases.restore(restore)
+            self.liveness.leases.begin_again(restore)
             self.state.events.append(
                 events.Restored(at_s=now, place=restore.place, step=restore.step, samples=restore.samples)
             )

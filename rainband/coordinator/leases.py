@@ -97,11 +97,8 @@ class Leases:
         self.unconfirmed: dict[int, float] = {}  # returned as done, not yet in the accepted sets -> since when
         self.counts = PositionCounts(self.state)
         self.wanting: dict[int, None] = {}  # workers that asked for a lease, longest first
-        if restore is not None:
-            self.restore(restore)
-
-    def restore(self, restore: Restore) -> None:
-        """Lease only what the blocks of a checkpoint lack."""
+        if restore is None:
+            return
         plan = self.state.plan
         assert plan is not None
         accepted = [saved.accepted_set(plan) for saved in restore.blocks]
