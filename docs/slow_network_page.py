@@ -16,7 +16,6 @@ PAGE, KEPT = HERE / "guides" / "slow_networks.md", HERE / "results" / "slow_netw
 PICTURE = HERE / "pictures" / "slow_networks.png"
 BEGIN, END = "<!-- table: python docs/slow_network_page.py --write -->", "<!-- end of the table -->"
 OMITTED = re.compile(r" (local_)?lr=[\d.]+| optimizer=sgd| algorithm=ring")
-MBIT = (100, 1000)
 LIMIT_S = 75.0
 Times = dict[str, dict[int, list[float]]]  # method -> Mbit -> seconds of each run
 
@@ -32,11 +31,20 @@ def times(rows: list[dict[str, object]]) -> Times:
 
 
 def table(found: Times) -> str:
-    lines = ["| | 100 Mbit | 1 Gbit |", "|---|---|---|"]
+    measured = _mbits(found)
+    lines = [f"| | {' | '.join(map(_bandwidth, measured))} |", "|---" * (1 + len(measured)) + "|"]
     for name, by_mbit in found.items():
-        both = [_seconds(by_mbit.get(mbit, [])) for mbit in MBIT]
+        both = [_seconds(by_mbit.get(mbit, [])) for mbit in measured]
         lines.append(f"| {name if name.startswith('DDP') else _code(name)} | {' | '.join(both)} |")
     return "\n".join(lines)
+
+
+def _mbits(found: Times) -> list[int]:
+    return sorted({mbit for by_mbit in found.values() for mbit in by_mbit})
+
+
+def _bandwidth(mbit: int) -> str:
+    return f"{mbit / 1000:g} Gbit" if mbit >= 1000 else f"{mbit} Mbit"
 
 
 def _code(name: str) -> str:
@@ -58,14 +66,15 @@ def draw(found: Times) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, all_axes = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained", sharey=True)
-    names = list(found)[::-1]
-    for axes, mbit in zip(all_axes, MBIT, strict=True):
+    mbits, names = _mbits(found), list(found)[::-1]
+    size = (3 + 4 * len(mbits), 4.5)
+    figure, all_axes = pyplot.subplots(1, len(mbits), figsize=size, layout="constrained", sharey=True, squeeze=False)
+    for axes, mbit in zip(all_axes[0], mbits, strict=True):
         seconds = [min(found[name].get(mbit, [math.nan])) for name in names]
         shown = [LIMIT_S if math.isinf(each) else each for each in seconds]
         colors = ["lightgray" if math.isinf(each) else "tab:blue" for each in seconds]
         axes.barh(names, shown, color=colors)
-        axes.set(xscale="log", xlim=(1, LIMIT_S), xlabel="seconds (gray: not reached)", title=f"{mbit} Mbit")
+        axes.set(xscale="log", xlim=(1, LIMIT_S), xlabel="seconds (gray: not reached)", title=_bandwidth(mbit))
         axes.grid(alpha=0.3, axis="x")
     figure.savefig(PICTURE, dpi=80)
     pyplot.close(figure)

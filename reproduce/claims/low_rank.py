@@ -39,4 +39,6 @@ CLAIM = Claim(
             control=True,
         ),
     ),
+    why="Each worker decomposes its own matrix and sends it to servers; the paper's two all-reduces of the thin "
+    "matrices were not tried.",
 )

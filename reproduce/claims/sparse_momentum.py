@@ -40,4 +40,7 @@ CLAIM = Claim(
             control=True,
         ),
     ),
+    why="With each method at its own best rate, momentum in entries that were just sent does no measurable harm "
+    "to this small model. The paper sends 0.1 % of much larger models, where an entry waits ten times longer "
+    "and its momentum is staler.",
 )
