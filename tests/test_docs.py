@@ -753,6 +753,16 @@ def test_the_table_of_packages_is_that_of_the_layers() -> None:
     assert table == [[name, set(layer.modules.split()), layer.may_import] for name, layer in LAYERS.items()]
 
 
+def test_the_table_of_slow_networks_is_that_of_the_measured_rows() -> None:
+    module = load("slow_network_page")
+    rows = [
+        {"name": f"downpour lr=0.2 optimizer=sgd, topk:0.01, {mbit} Mbit, 0.7M, to 50 %", "unit": "s", "value": value}
+        for mbit, value in ((100, 2.0), (100, 3.04), (1000, float("inf")))
+    ]
+    assert module.table(module.times(rows)).splitlines()[2] == "| `downpour`, `topk:0.01` | 2-3 s | not in 75 s |"
+    assert module.written() == module.table(module.times(module.rows([module.KEPT])))
+
+
 def test_the_messages_in_the_picture_are_messages() -> None:
     from rainband.protocol import messages
 

@@ -127,17 +127,17 @@ def _train(machines: Machines, method: Method, limit_s: float) -> float:
         words += ["--codec", method.codec] if method.codec else []
         words += ["--servers", str(method.servers)] if method.servers else []
         stack.enter_context(running(machines, 0, words))
-        events = await_found(lambda: next(iter(Path(root).glob("*/events.jsonl")), None), "the run")
-        if method != ALONE:
-            invitation = events.with_name("invite.txt")
-            await_found(lambda: invitation.exists() or None, "the invitation")
-            for index in range(1, MACHINES):
-                stack.enter_context(running(machines, index, ["join", str(invitation), "--workers", "1"]))
+        first = "config.json" if method == ALONE else "invite.txt"  # there before any event
+        directory = await_found(lambda: next(Path(root).glob(f"*/{first}"), None), "the run").parent
+        for index in range(1, 1 if method == ALONE else MACHINES):
+            words = ["join", str(directory / "invite.txt"), "--workers", "1"]
+            stack.enter_context(running(machines, index, words))
+        events = directory / "events.jsonl"
         await_found(lambda: number_of(events, "FirstStep") or None, "the first step")
         try:
             await_found(lambda: number_of(events, "TargetReached") or None, "the accuracy", limit_s)
         except RuntimeError:
             return math.inf
-        so_far = read_run(events.parent).so_far
+        so_far = read_run(directory).so_far
         assert so_far.target is not None
         return so_far.target.at_s - (so_far.training.began_s or 0.0)
