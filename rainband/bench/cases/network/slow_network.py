@@ -53,7 +53,7 @@ METHODS = (
     ALONE,
     *(Method(SYNC), Method(SYNC, codec="bf16"), Method(SYNC, codec="sign"), Method(SYNC, codec="topk:0.01")),
     *(Method(AVERAGING), Method(AVERAGING, codec="bf16"), Method(("diloco", f"lr={LR}", "optimizer=sgd", "period=16"))),
-    *(Method(("gossip", f"lr={LR}", "optimizer=sgd"))),
+    Method(("gossip", f"lr={LR}", "optimizer=sgd")),
     *(Method(DOWNPOUR, 1), Method(DOWNPOUR, 1, "topk:0.01"), Method(EVERY_4, 1), Method(EVERY_4, 1, "topk:0.01")),
 )
 QUICK = (ALONE, Method(SYNC), Method(SYNC, codec="topk:0.01"), Method(EVERY_4, 1, "topk:0.01"))
