@@ -57,6 +57,7 @@ class Limited:
 
 @pytest.mark.processes
 @pytest.mark.slow
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("strategy", [Downpour(lr=0.01), Sandblaster(iterations=1, history=1)])
 def test_a_model_larger_than_a_workers_memory_trains_in_two_stages(strategy: Any, tmp_path: Path) -> None:
     with pytest.raises(RainbandError, match="memory"):
