@@ -106,6 +106,15 @@ class ProcessOptions(TypedDict, total=False):
             flag="--failure-timeout",
         ),
     ]
+    copies: Annotated[
+        int | None,
+        Option(
+            "Copies of each server's parameters: with 2, a lost server is replaced by its copy (with --runtime sim).",
+            "N",
+            "1",
+            min=1,
+        ),
+    ]
 
 
 class CodecOptions(TypedDict, total=False):

@@ -184,6 +184,12 @@ def test_the_page_about_events_lists_every_event() -> None:
     assert sorted(listed) == sorted(kind.__name__ for kind in events.AnyEvent.__args__)
 
 
+def test_the_page_of_faults_has_each_of_the_54_once() -> None:
+    page = (ROOT / "docs" / "guides" / "faults.md").read_text(encoding="utf-8")
+    numbers = [int(number) for number in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)]
+    assert sorted(numbers) == list(range(1, 55))
+
+
 def test_the_page_about_the_run_directory_lists_every_entry_of_the_accounting() -> None:
     from rainband.protocol.accounting import BatchAccounting
 

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from random import Random
 
 import msgspec
 import pytest
@@ -13,6 +14,8 @@ from typer.testing import CliRunner
 
 from rainband.cli.main import build_app
 from rainband.protocol import events
+from rainband.runtimes.config import RunConfig
+from rainband.runtimes.running.chaos import ChaosFault, Endurance, draw, endurance_of
 from rainband.runtimes.running.processes import NodeProcess, RunningRun, find_running, processes_of, running_runs
 from rainband.views.dashboard.fold import Folded
 from rainband.views.running_text import top, why_it_waits
@@ -42,12 +45,18 @@ def said(*words: str | Path) -> tuple[int, str, str]:
 
 
 def test_a_running_run_is_found_by_its_name_its_beginning_and_its_directory() -> None:
-    assert find_running("last", [A, B]) is A
-    assert find_running("20261118-fashion", [A, B]) is find_running("/b/20261118-fashion", [A, B]) is B
-    assert find_running("20261119", [A, B]) is A
-    assert find_running("2025", [A, B]) is find_running("last", []) is None
-    with pytest.raises(ValueError, match="202611 is 2 running runs"):
-        find_running("202611", [A, B])
+    older, other = RunningRun(Path("/a/20261118-fashion"), 3), RunningRun(Path("/a/20261118-digits"), 4)
+    runs = [A, B, older, other]
+    assert find_running("last", runs, Path("/a")) is find_running("20261119", runs, Path("/a")) is A
+    assert find_running("20261118-fashion", runs, Path("/a")) is older
+    assert find_running("/b/20261118-fashion", runs, Path("/a")) is B
+    with pytest.raises(ValueError, match="20261118 is 2 running runs"):
+        find_running("20261118", runs, Path("/a"))
+
+
+def test_a_run_of_another_folder_is_found_by_its_directory_only() -> None:
+    assert find_running("last", [B], Path("/a")) is find_running("20261118-fashion", [B], Path("/a")) is None
+    assert find_running("last", [], Path("/a")) is find_running("2", [B], Path("/a")) is None
 
 
 # ---- what the processes of a run do ----
@@ -154,3 +163,63 @@ def test_a_run_is_listed_explained_and_stopped_from_outside(launcher: RunLaunche
         run.gate.open()
         assert run.ended() == 130
         assert not [one for one in running_runs() if one.directory == run.directory]
+
+
+# ---- chaos ----
+
+
+def nodes(*names: str) -> dict[str, NodeProcess]:
+    return {name: NodeProcess(name, 100 + k, 1, False, 0.0) for k, name in enumerate(names)}
+
+
+DATA_PARALLEL = Endurance(failure_timeout_s=5.0, restarts=False, needs_all=False)
+
+
+def drawn(there: dict[str, NodeProcess], lost: tuple[str, ...] = (), fatal: bool = False) -> list[ChaosFault]:
+    faults = [draw(Random(seed), there, lost, DATA_PARALLEL, fatal) for seed in range(200)]
+    return [fault for fault in faults if isinstance(fault, ChaosFault)]
+
+
+def test_chaos_kills_workers_but_neither_the_last_one_nor_a_server() -> None:
+    faults = drawn(nodes("worker 0", "worker 1", "server 0"))
+    assert {fault.node for fault in faults if fault.what == "kill"} == {"worker 0", "worker 1"}
+    assert {fault.node for fault in faults if fault.what == "pause"} == {"worker 0", "worker 1", "server 0"}
+    assert {fault.for_s for fault in faults} == {0.0, 1.0, 2.5, 7.5}
+    assert not [fault for fault in drawn(nodes("worker 0", "worker 1"), ("worker 1",)) if fault.what == "kill"]
+    assert {fault.node for fault in drawn(nodes("worker 0", "server 0"), fatal=True) if fault.what == "kill"} == {
+        "worker 0",
+        "server 0",
+    }
+
+
+def test_the_same_seed_draws_the_same_faults() -> None:
+    there = nodes("worker 0", "worker 1", "worker 2")
+    assert draw(Random("7"), there, (), DATA_PARALLEL) == draw(Random("7"), there, (), DATA_PARALLEL)
+    assert draw(Random("7"), {}, (), DATA_PARALLEL) == "no worker or server of the run is on this machine"
+
+
+def test_a_pipeline_without_servers_loses_no_stage() -> None:
+    config = RunConfig(task="digits", strategy="downpour", num_workers=2, num_servers=1)
+    assert endurance_of(config) == DATA_PARALLEL
+    pipeline = Endurance(failure_timeout_s=5.0, restarts=False, needs_all=True)
+    assert pipeline.why_fatal("worker 0", nodes("worker 0", "worker 1")) == "worker 0 has the only copy of its stage"
+
+
+def test_chaos_needs_a_run_that_runs(tmp_path: Path) -> None:
+    written(tmp_path / "runs" / "one", made_run(2, 4))
+    code, _, err = said("chaos", "one", "--runs", tmp_path / "runs")
+    assert code == 2 and "one does not run on this machine: it is finished." in err
+
+
+@pytest.mark.processes
+def test_chaos_says_what_it_did_and_the_run_survives(launcher: RunLauncher, tmp_path: Path) -> None:
+    with launcher.run(tmp_path, workers=3, timeout_s=0.5) as run:
+        run.under_way()
+        code, out, _ = said("chaos", run.directory, "--seed", "3", "--every", "0.05", "--limit", "4")
+        assert code == 0 and "the run is running" in out
+        assert len([line for line in out.splitlines() if "kill worker" in line or "pause " in line]) == 4
+        assert not [node for node in processes_of(running_runs()[0]).values() if node.is_stopped]
+        run.gate.open()
+        accounting = run.result().accounting
+        assert (accounting["lost"], accounting["applied_twice"]) == (0, 0)
+        assert accounting["applied"] == accounting["batches"]

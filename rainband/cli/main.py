@@ -26,6 +26,7 @@ COMMANDS = (
     "running.ps",
     "running.top",
     "running.stop",
+    "running.chaos",
     "reports.dashboard",
     "reports.compare",
     "reports.analyze",

@@ -21,6 +21,7 @@ from rainband.coordinator.planning import Planning
 from rainband.coordinator.reporting import Reporting
 from rainband.coordinator.saving.checkpoints import Checkpoints, Collected
 from rainband.coordinator.saving.rollback import Rollback
+from rainband.coordinator.saving.server_copies import ServerCopies
 from rainband.coordinator.shutdown import RunEnd
 from rainband.coordinator.state import CoordinatorOutput, Phase, RunSettings, RunState, ServerState
 from rainband.errors import did_you_mean
@@ -28,6 +29,7 @@ from rainband.protocol import events
 from rainband.protocol.messages import (
     AcceptedBatches,
     Address,
+    AdjustRule,
     Answer,
     CheckpointRequest,
     Concluded,
@@ -71,6 +73,7 @@ class Coordinator:
         self.reporting = Reporting(state)
         self.checkpoints = Checkpoints(state, requires)
         self.shutdown = RunEnd(state, self.reporting, self.checkpoints)
+        self.copies = ServerCopies(state, self.shutdown)
         self.full_batch: FullBatchDuty | None = None
         if strategy is not None and requires.coordinated:
             if journal is None and settings.restore is not None:
@@ -92,6 +95,9 @@ class Coordinator:
         if type(message) is not Report:
             self.state.live = None
         if sender.role == "server":
+            outs = self.copies.receive(sender, message, now) if self.copies.wanted else None
+            if outs is not None:
+                return outs
             self.liveness.server_active(sender, now)
         match message:
             case ServerJoin():
@@ -229,7 +235,8 @@ class Coordinator:
         """React to a closed connection, or to the end of a process."""
         self.state.live = None
         self.checkpoints.lost(peer, now)
-        return self.liveness.lost(peer, now, why)
+        outs = self.copies.lost(peer, now, why)
+        return self.liveness.lost(peer, now, why) if outs is None else outs
 
     def never_joins(self, peer: Peer, now: float, why: str) -> list[CoordinatorOutput]:
         """Go on without a worker whose process has ended before it joined."""
@@ -246,6 +253,7 @@ class Coordinator:
         state = self.state
         state.live = None
         outs = self.liveness.deactivate_late_workers(now) + self.leases.confirm(now) + self.liveness.check_servers(now)
+        outs += self._check_copies(now)
         if self.full_batch is not None:
             outs += self.full_batch.tick(now)
         if self.full_batch is not None and state.phase is Phase.RUNNING:
@@ -255,13 +263,26 @@ class Coordinator:
             outs += self.leases.repeat_requests()
             self.leases.forget_done()
             self.reporting.report_progress(now)
-            outs += self.guard.check(now)
+            adjusted = self.guard.check(now)
+            self.copies.adjusted += [out.message for out in adjusted[:1] if isinstance(out.message, AdjustRule)]
+            outs += adjusted
         elif state.phase is Phase.FINISHING:
             outs += self.leases.forget_ended_workers()
         if state.phase is Phase.CONCLUDING:
             outs += self.shutdown.request_last_reports()
         outs += self.checkpoints.tick(now)
         return outs + self.leases.give(now)
+
+    def _check_copies(self, now: float) -> list[CoordinatorOutput]:
+        """Let copies take over silent servers, and do without silent copies."""
+        if not self.copies.wanted:
+            return []
+        outs: list[CoordinatorOutput] = []
+        for server in list(self.state.servers.values()):
+            if server.reported_silent and self.copies.may_replace(server):
+                self.checkpoints.lost(server.peer, now)
+                outs += self.copies.replace(server, now, f"no message for {server.silent_s:.1f} s") or []
+        return outs + self.copies.check(now)
 
     def observe(self, now: float) -> list[CoordinatorOutput]:
         """Report the progress between two ticks, and request reports from the servers: a run may be short."""

@@ -356,15 +356,16 @@ class Liveness:
 
     def _server_lost(self, peer: Peer, now: float, why: str) -> list[CoordinatorOutput]:
         state = self.state
-        if peer.index not in state.servers:
+        if peer.index not in state.servers or state.servers[peer.index].peer != peer:
             return []
         state.lost_after = state.batches_done()
         server = state.servers.pop(peer.index)
         state.events.append(events.Lost(at_s=now, node=str(peer), why=why))
         held = f"{len(server.report.blocks)} blocks" if server.report else "its blocks"
+        one = "last" if state.settings.copies > 1 else "only"
         meaning = (
-            f"It held the only copy of {held}, with {state.batches_done()} batches applied: these parameters are lost, "
-            "and no model was saved."
+            f"It held the {one} copy of {held}, with {state.batches_done()} batches applied: these parameters are "
+            "lost, and no model was saved."
             if peer.index < state.settings.num_owners
             else "It was an inner server of the tree: its workers have no other way to the root; no model was saved."
         )

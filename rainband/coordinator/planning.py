@@ -38,6 +38,7 @@ class Planning:
             servers=tuple(state.servers[i].address for i in sorted(state.servers)),
             owners=placed.owners,
             blocks=placed.blocks,
+            copies=settings.copies,
         )
         if state.has_data():
             self._report(now)

@@ -67,6 +67,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     target: Target | None = None  # at which the run ends
     min_workers: int = 0  # workers that must have joined before the run begins
     tree_arity: int = 0  # of a tree of servers, of which the first one has all blocks; 0: there is no tree
+    copies: int = 1  # of each server
     bounded_events: bool = True  # per second; a simulation, whose seconds are virtual, bounds their number itself
 
     @property

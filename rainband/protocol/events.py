@@ -29,6 +29,7 @@ class RunStarted(Event, frozen=True):
     target: str = ""  # METRIC=VALUE at which the run ends
     shares_batches: bool = False  # workers share each batch, and go on without a lost one
     started_at: str = ""  # UTC, such as 2026-11-16T09:30:00+00:00; "" in a simulation
+    copies: int = 1  # of each server
     clock_s: float = 0.0  # the monotonic clock of this machine at `at_s` 0: spans are in seconds of that clock
 
 
@@ -133,6 +134,20 @@ class Returned(Event, frozen=True):
     """A worker that was inactive makes progress again, or a node is back."""
 
     node: str
+
+
+class ServerCopied(Event, frozen=True):
+    """A server has a copy that can take over."""
+
+    server: int
+
+
+class ServerReplaced(Event, frozen=True):
+    """A server was lost, and its copy has taken over; `seconds`: since the loss was noticed."""
+
+    server: int
+    why: str
+    seconds: float
 
 
 class BatchesReassigned(Event, frozen=True):
@@ -319,6 +334,8 @@ AnyEvent = (
     | FirstStep
     | Lost
     | Returned
+    | ServerCopied
+    | ServerReplaced
     | BatchesReassigned
     | GuardActed
     | UpdateSizeChanged

@@ -439,6 +439,82 @@ class Report(Message, frozen=True, tag=73):
     cut_short: int = 0  # updates that a worker was writing when it was lost
 
 
+# ---- copies of servers ----------------------------------------------------------------------------------------------
+
+
+class AddCopy(Message, frozen=True, tag=160):
+    """To a server: from now on, keep a copy on the server of this incarnation."""
+
+    incarnation: int
+    address: Address
+
+
+class DropCopy(Message, frozen=True, tag=161):
+    """To a server: its copy was lost and never takes over, so it answers without one."""
+
+    incarnation: int
+
+
+class CopyContents(Message, frozen=True, tag=162):
+    """A server's state, from which the receiver becomes its copy; the payload is the bytes of its tensors."""
+
+    number: int  # of the messages that the copy receives
+    assign: Assign  # of the blocks
+    contents: bytes
+
+
+class Forwarded(Message, frozen=True, tag=163):
+    """A message that a server has taken, for its copy, which takes the same ones in the same order."""
+
+    number: int
+    sender: Peer
+    message: bytes  # encoded; empty: the connection to the sender closed
+    num_bytes: int = 0  # of the payload
+
+
+class Copied(Message, frozen=True, tag=164):
+    """A copy has taken all messages up to this one."""
+
+    number: int
+
+
+class CopyCounts(Message, frozen=True, tag=165):
+    """A server's copy has everything that the server has answered: it may take over."""
+
+    incarnation: int
+
+
+class CopyUnreachable(Message, frozen=True, tag=166):
+    """A server's connection to its copy closed."""
+
+    incarnation: int
+
+
+class Promote(Message, frozen=True, tag=167):
+    """To a copy: take over, in a term that fences the server that it is a copy of."""
+
+    term: int
+
+
+class Promoted(Message, frozen=True, tag=168):
+    """A copy has taken over."""
+
+    term: int
+
+
+class Replaced(Message, frozen=True, tag=169):
+    """To a server whose copy has taken over: it answers nothing more."""
+
+    term: int
+
+
+class ServerMoved(Message, frozen=True, tag=170):
+    """To workers: the copy of a server has taken over; send it again what was not answered."""
+
+    server: Peer
+    address: Address
+
+
 # ---- coordinator and worker -----------------------------------------------------------------------------------------
 
 
@@ -490,6 +566,7 @@ class Welcome(Message, frozen=True, tag=104):
     replica_addresses: tuple[Address, ...] = ()  # of the workers of its replica, in the order of their machines
     via: int = -1  # in a tree of servers, the one to which this worker pushes and from which it pulls
     checkpoint: str = ""  # of this run, to begin with: a worker was lost that had parameters
+    copies: int = 1  # of each server: with a second one, what is not answered is kept, and sent again if it takes over
 
 
 class Go(Message, frozen=True, tag=105):
@@ -778,7 +855,8 @@ AnyMessage = (
     | ItemsDelivered | PeerValue | Lend | GiveBack | LinksOpened | FilePart
     | FileWrite | FileRead | FileAnswer | MachineJoin | MachineWelcome
     | RestartRequest | Restart | ProcessEnded | Leave | RoundData | RoundWords | RoundAudience
-    | TunnelRequest | OpenTunnel | TunnelOpen
+    | TunnelRequest | OpenTunnel | TunnelOpen | AddCopy | DropCopy | CopyContents | Forwarded | Copied | CopyCounts
+    | CopyUnreachable | Promote | Promoted | Replaced | ServerMoved
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -73,6 +73,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     optimizers: tuple[str, ...] = ()  # module:Class of optimizers that servers may import
     listen: str = ""  # HOST:PORT where other machines join; none: the run has one machine
     advertise: str = ""  # HOST or HOST:PORT that other machines connect to; none: that of `listen`
+    copies: int = 1  # of each server
     min_workers: int = 0  # that must have joined before the run begins
     num_local: int | None = None  # workers of this machine; None: all
     from_weights: str = ""  # a safetensors file with the initial weights; none: the task's own

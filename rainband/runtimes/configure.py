@@ -78,7 +78,7 @@ PLAIN_FIELDS = (
         "eval_every_s",
         "runtime",
     ),
-    *("record", "timeline", "parts", "stuck_timeout_s", "target", "codec", "pull_codec"),
+    *("record", "timeline", "parts", "stuck_timeout_s", "target", "codec", "pull_codec", "copies"),
 )
 SIM_FIELDS = {"network": "model", "time_only": "time_only", "steps": "steps", "compute": "compute"}
 OPTION_TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
@@ -268,6 +268,7 @@ def resolve(
     _check_simulation(options, name, requires, size)
     _check_record(options, name, requires, size)
     check_codecs(options, name, requires)
+    _check_copies(options, name, requires, size)
     if options.get("target"):
         options = _check_target(options, name, requires)
     if options.get("runtime", "processes") == "processes":
@@ -286,6 +287,31 @@ def _threads(options: RunOptions) -> int:
         )
     cores = 1 if runtime == "sim" else usable_cores()
     return num_threads("threads", typed, options["workers"] or 1, options["servers"] or 0, cores)
+
+
+def _check_copies(options: RunOptions, name: str, requires: Requirements, size: int) -> None:
+    """Raise if servers cannot have copies in this run."""
+    copies = options.get("copies") or 1
+    if copies == 1:
+        return
+    why, advice = "", f"omit {opt('copies', copies)}"
+    if copies > 2:
+        why, advice = "a server has at most one copy besides itself", f"use {opt('copies', 2)}"
+    elif requires.shared_memory:
+        why = f"{name} has no servers: its parameters lie in memory that all workers share"
+    elif not requires.servers:
+        why = f"{name} has no servers, and every worker has all parameters, so none is lost with a process"
+    elif requires.coordinated or requires.tree_arity:
+        why = f"the servers of {name} cannot be copied while they run"
+    elif size > 1:
+        why = "servers of models in stages cannot be copied while they run"
+    elif options.get("time_only"):
+        why = f"{opt('time_only', True)} simulates no parameters that could be lost"
+    elif options.get("runtime", "processes") != "sim":
+        why = "copies of servers are only simulated so far"
+        advice = f"add {opt('runtime', 'sim')}, or omit it: rainband resume continues a run that has lost a server"
+    if why:
+        raise OptionError(f"{opt('copies', copies)}: {why}: {advice}.")
 
 
 def _check_target(options: RunOptions, name: str, requires: Requirements) -> RunOptions:
@@ -482,7 +508,8 @@ def _check_faults(script: str, options: RunOptions, name: str, requires: Require
     else:
         late_workers = ""
     try:
-        check_nodes(parse_faults(script), options["workers"] or 0, options["servers"] or 0, late_workers)
+        copies = options.get("copies") or 1
+        check_nodes(parse_faults(script), options["workers"] or 0, options["servers"] or 0, late_workers, copies)
     except ValueError as error:
         raise OptionError(f"{opt('faults')}: {error}") from None
 

@@ -109,6 +109,7 @@ class Run:
                 target=config.target,
                 shares_batches=self.shares_batches,
                 started_at=started_at,
+                copies=config.copies,
                 clock_s=clock_s,
             )
         )
@@ -218,6 +219,7 @@ def settings_of(config: RunConfig, model_path: str, restore: Restore | None = No
         joinable=bool(config.listen),
         restarts=config.stage_plan is not None,
         min_workers=config.min_workers,
+        copies=config.copies,
         checkpoint_every_s=config.checkpoint_every_s,
         restore=restore,
         target=target_of(config),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import msgspec
 from torch import Tensor
 
 from rainband.protocol.layout import BlockSpec
@@ -82,6 +83,7 @@ class Server:
         self.publish = publish
         self.observer = observer
         self.term = 1
+        self.began: dict[int, int] = {}  # block -> its version when the term began
         self.assigned = False
         self.blocks: dict[int, Block] = {}
         self.early_loads: list[tuple[Peer, InitBlock, Tensor | None]] = []  # received before the blocks were assigned
@@ -154,6 +156,12 @@ class Server:
                 return [*self._change_rules(message), ServerOutput(COORDINATOR, self.report(flushed=True))]
         return []
 
+    def promote(self, term: int) -> None:
+        """Begin a term: the server of which this one was a copy is lost."""
+        self.term = self.readers.term = term
+        self.began = {block.index: block.version for block in self.blocks.values()}
+        self.readers.told_delays.clear()
+
     def lost(self, peer: Peer) -> None:
         """Forget a peer whose connection is closed."""
         (self.relay or self.readers).lost(peer)
@@ -172,6 +180,8 @@ class Server:
             self._count(push, PushResult.WRONG_SERVER)
             ack = Ack(push.block, push.sequence, PushResult.WRONG_SERVER, self.term, 0, push.slot, "not my block")
             return [ServerOutput(sender, ack)]
+        if push.term < self.term:  # what it read may have had updates that were lost with the server before
+            push = msgspec.structs.replace(push, version=min(push.version, self.began.get(push.block, 0)))
         result, reason, gradient = self.validator.check(sender, block, push, payload, self.term)
         if result == ACCEPTED:
             self._accept(sender, block, push, gradient)

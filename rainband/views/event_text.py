@@ -20,6 +20,8 @@ def lasting_lines(event: AnyEvent, so_far: RunSoFar, verbose: bool = False) -> l
     match event:
         case events.Lost():
             return [_lost(event, so_far)]
+        case events.ServerReplaced():
+            return [f"the copy of server {event.server} has taken over after {duration(event.seconds)}"]
         case events.UpdateSizeChanged():
             return [f"workers joined or left: each update now averages {count(event.gradients, 'gradient')}"]
         case events.GuardActed():
@@ -131,6 +133,8 @@ def _details(event: AnyEvent) -> list[str]:
             return [plan_made(event)]
         case events.Joined():
             return [f"{event.node} joined"]
+        case events.ServerCopied():
+            return [f"server {event.server} has a copy"]
         case events.Linked():
             return [f"worker {event.worker} on {event.machine}: {links(event.links)}"]
         case events.BatchesReassigned():
@@ -279,6 +283,7 @@ def slow_and_lost(so_far: RunSoFar) -> str:
     parts = [
         f"waiting for: {_named([f'worker {i}' for i in holders])}" if holders else "",
         f"slow: {_named(slow)}" if slow else "",
+        f"degraded: no copy of {_named([f'server {i}' for i in so_far.degraded])}" if so_far.degraded else "",
         *(f"{word}: {_named(nodes)}" for word, nodes in _gone(so_far).items()),
     ]
     return "  ".join(part for part in parts if part)

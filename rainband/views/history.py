@@ -53,6 +53,7 @@ class RunSoFar:
     tunneled: dict[tuple[int, int], int] = field(default_factory=dict)  # two workers -> bytes through the run's machine
     lost: dict[str, events.Lost] = field(default_factory=dict)  # of nodes that take no part now
     num_lost: int = 0  # events of that kind so far
+    copied: set[int] = field(default_factory=set)  # servers that have a copy now
     reassigned: int = 0
     training: TrainingTime = field(default_factory=TrainingTime)
     progress: list[events.Progress] = field(default_factory=list)
@@ -96,8 +97,12 @@ class RunSoFar:
             case events.Tunneled():
                 self.tunneled[event.workers] = self.tunneled.get(event.workers, 0) + event.num_bytes
             case events.Lost():
-                self.lost[event.node] = event
-                self.num_lost += 1
+                self._lose(event)
+            case events.ServerCopied():
+                self.copied.add(event.server)
+            case events.ServerReplaced():
+                self.copied.discard(event.server)
+                self.lost.pop(f"server {event.server}", None)
             case events.Returned():
                 self.lost.pop(event.node, None)
             case events.BatchesReassigned():
@@ -117,6 +122,20 @@ class RunSoFar:
                 self.ended = event
             case events.ProcessOutput():
                 pass
+
+    def _lose(self, lost: events.Lost) -> None:
+        self.num_lost += 1
+        if lost.node.startswith("copy of server "):
+            self.copied.discard(int(lost.node.rpartition(" ")[2]))
+        else:
+            self.lost[lost.node] = lost
+
+    @property
+    def degraded(self) -> list[int]:
+        """Return the servers whose loss would end the run, although it was started with copies."""
+        if self.started is None or self.started.copies == 1 or self.phase != "running":
+            return []
+        return [server for server in range(self.started.num_servers) if server not in self.copied]
 
     def _thin_progress(self, most: int) -> None:
         """Keep the last events, and a fraction of the earlier ones: enough for a curve, in constant memory."""

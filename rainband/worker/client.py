@@ -285,6 +285,12 @@ class Client:
         """Send the servers this worker's parameters and optimizer state: the first values of the run."""
         self.transfer.load(state or State())
 
+    def server_moved(self, server: int, port: Port) -> None:
+        """Go on with the copy that has taken over a server: send again what was not answered."""
+        self.servers.move(server, port)
+        self.pulls.request_again(port)
+        self.transfer.request_again(port)
+
     def fetch_state(self) -> StateHandle:
         """Request the state of the servers' optimizers."""
         return self.transfer.fetch()

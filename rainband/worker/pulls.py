@@ -11,6 +11,7 @@ from torch import Tensor
 from rainband.codecs.codec import Codec, key_of
 from rainband.errors import Refused
 from rainband.protocol.messages import Ack, Idle, Params, Pull, PullDelayed
+from rainband.protocol.ports import Port
 from rainband.protocol.steps import Handle
 from rainband.worker.leases import HeldLeases
 from rainband.worker.pushes import Pushes
@@ -135,6 +136,15 @@ class Pulls:
         if self.servers.observer is not None:
             self.servers.observer.pulled(pull)
 
+    def request_again(self, port: Port) -> None:
+        """Repeat the request that is under way, at the copy that has taken over a server."""
+        pull = self.current
+        if pull is None or pull.request is None or pull.left == 0 or pull.late:
+            return
+        self.servers.send(port, pull.request)
+        if pull.at_version < 0:
+            self._read_in_shared_memory(pull)
+
     def _read_in_shared_memory(self, pull: PullHandle) -> None:
         """Read the blocks that need no request and have answered all of this worker's pushes."""
         for block in self.servers.direct_blocks:
@@ -154,7 +164,7 @@ class Pulls:
             if pull.at_version < 0:
                 self._read_in_shared_memory(pull)
         pushes = self.pushes
-        pushes.term = params.term
+        pushes.terms[params.block] = params.term
         self.entered = params.asks and params.clock >= 0
         if params.clock > pushes.clock:  # this worker joined late, or was given up: it starts at the slowest clock
             not_pushed = 0 if pull.request is None else max(0, pull.request.clock - pushes.clock)

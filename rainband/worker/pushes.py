@@ -49,7 +49,7 @@ class Pushes:
         "reasons",
         "sequence",
         "servers",
-        "term",
+        "terms",
         "unanswered",
         "versions",
     )
@@ -61,7 +61,7 @@ class Pushes:
         self.sequence = 0  # the last number that a push or a pull was given
         self.clock = 0  # work items pushed
         self.base = 0  # the clock at which this worker joined, or returned after it was given up
-        self.term = 1
+        self.terms = [1] * len(servers.specs)  # of each block's server, as last read
         self.versions = [0] * len(servers.specs)  # of each block, as last read
         self.in_flight: dict[int, PushHandle] = {}
         self.unanswered: list[list[int]] = [[] for _ in servers.specs]  # sequences of pushes in flight, per block
@@ -103,7 +103,7 @@ class Pushes:
                 handle.name,
                 gradient.samples,
                 handle.clock,
-                self.term,
+                self.terms[index],
                 read[index],
                 block.dtype,
                 numel,
@@ -116,7 +116,7 @@ class Pushes:
                 encoded=encoded,
             )
             self.unanswered[index].append(handle.sequence)
-            servers.port_of[index].push(message, values)
+            servers.push(message, values)
             self._count_bytes(block, numel, encoded)
             if observer is not None:
                 observer.sent(message)
@@ -149,7 +149,7 @@ class Pushes:
                 handle.name,
                 1,
                 handle.clock,
-                self.term,
+                self.terms[index],
                 self.versions[index],
                 block.dtype,
                 numel,
@@ -158,7 +158,7 @@ class Pushes:
                 residual=True,
             )
             self.unanswered[index].append(sequence)
-            self.servers.port_of[index].push(message, values)
+            self.servers.push(message, values)
             self._count_bytes(block, numel, 0)
             if self.servers.observer is not None:
                 self.servers.observer.sent(message)
@@ -195,8 +195,7 @@ class Pushes:
 
     def _skip_block(self, block: BlockSpec, handle: PushHandle, reason: str, want: bool = False) -> None:
         self.unanswered[block.index].append(handle.sequence)
-        self.servers.send(
-            self.servers.port_of[block.index],
+        self.servers.push(
             Push(
                 block.index,
                 self.me,
@@ -204,7 +203,7 @@ class Pushes:
                 handle.name,
                 0,
                 handle.clock,
-                self.term,
+                self.terms[block.index],
                 self.versions[block.index],
                 block.dtype,
                 block.numel,
@@ -213,6 +212,7 @@ class Pushes:
                 want=want,
                 began=handle.began,
             ),
+            None,
         )
 
     def answered(self, ack: Ack) -> bool:
@@ -222,6 +222,8 @@ class Pushes:
         if handle is None or ack.sequence not in unanswered:
             return False  # answered before
         unanswered.remove(ack.sequence)
+        if self.servers.unanswered is not None:
+            self.servers.unanswered.pop((ack.block, ack.sequence), None)
         if self.compressed is not None:
             is_taken = ack.result in (PushResult.ACCEPTED, PushResult.DUPLICATE)
             self.compressed.answered(ack.sequence, ack.block, is_taken)

@@ -6,14 +6,32 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
 from rainband.model.flat_parameters import Flat
 from rainband.protocol.layout import BlockSpec
-from rainband.protocol.messages import Message
-from rainband.protocol.ports import BorrowingPort, Port
+from rainband.protocol.messages import Message, Push
+from rainband.protocol.ports import BlockValues, BorrowingPort, Port
 from rainband.protocol.worker_stats import Stats
 
 if TYPE_CHECKING:
     from rainband.observer import Observer
+
+
+class KeptValues:
+    """A copy of the values of a push, which the worker may overwrite."""
+
+    def __init__(self, message: Push, values: BlockValues) -> None:
+        dtype, numel = message.payload
+        self.tensor = torch.empty(numel, dtype=getattr(torch, dtype))
+        values.write(self.tensor)
+
+    def write(self, out: Tensor) -> None:
+        out.copy_(self.tensor)
+
+    def contiguous(self) -> Tensor | None:
+        return self.tensor
 
 
 @cache
@@ -39,6 +57,7 @@ class ServerBlocks:
         "ports",
         "specs",
         "stats",
+        "unanswered",
         "views",
     )
 
@@ -57,6 +76,8 @@ class ServerBlocks:
         self.views = [self.flat.view(block) for block in specs] if owners else []
         self.stats = Stats()
         self.observer: Observer | None = None
+        # (block, sequence) -> a push that has no answer, if a copy of its server may take over; it is sent again then
+        self.unanswered: dict[tuple[int, int], tuple[Push, KeptValues | None]] | None = None
         self._push_to(self.owner_port_of)
 
     def use(self, server: int) -> None:
@@ -72,6 +93,30 @@ class ServerBlocks:
             for port in dict.fromkeys(port_of)
             if _borrows(type(port)) and isinstance(port, BorrowingPort)
         ]  # each with the parameters of its blocks
+
+    def move(self, server: int, port: Port) -> None:
+        """Use another port to a server, and send it again what was not answered."""
+        before = self.ports[server]
+        self.ports = [*self.ports[:server], port, *self.ports[server + 1 :]]
+        self.owner_port_of = [port if one is before else one for one in self.owner_port_of]
+        self._push_to([port if one is before else one for one in self.port_of])
+        for message, values in list((self.unanswered or {}).values()):
+            if self.port_of[message.block] is not port:
+                continue
+            if values is None:
+                port.send(message)
+            else:
+                port.push(message, values)
+
+    def push(self, message: Push, values: BlockValues | None) -> None:
+        """Send the push of one block; no values: its batches are skipped."""
+        if self.unanswered is not None:
+            values = kept = None if values is None else KeptValues(message, values)
+            self.unanswered[message.block, message.sequence] = message, kept
+        if values is None:
+            self.send(self.port_of[message.block], message)
+        else:
+            self.port_of[message.block].push(message, values)
 
     def send(self, port: Port, message: Message) -> None:
         port.send(message)

@@ -20,6 +20,7 @@ from rainband.protocol.messages import (
     Opened,
     Peer,
     Saved,
+    ServerMoved,
     Shutdown,
     TakeSnapshot,
     Welcome,
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 
 # All others are for the client.
-FOR_THE_SESSION = frozenset((Shutdown, Welcome, Go, Conclude, BlockReady, Opened, TakeSnapshot))
+FOR_THE_SESSION = frozenset((Shutdown, Welcome, Go, Conclude, BlockReady, Opened, TakeSnapshot, ServerMoved))
 
 
 class Dismissed(RainbandError):
@@ -55,6 +56,9 @@ class WorkerRuntime(Protocol):
 
     def open_links(self, welcome: Welcome, part: int) -> list[Port]:
         """Open the links to the servers, and to the other stages of its replica."""
+
+    def open_link(self, moved: ServerMoved, part: int) -> Port:
+        """Open a link to the copy that has taken over a server."""
 
     def before_training(self, worker: Any) -> None:
         """Prepare the worker; its strategy begins when this returns."""
@@ -181,11 +185,18 @@ class Session:
                 self.go = True
             case Conclude():
                 self.conclusion = message, body
+            case ServerMoved() if self.client is None:
+                self.early.append(message)
+            case ServerMoved():
+                self._server_moved(self.client, message)
             case TakeSnapshot():
                 if self.snapshots is None:
                     self.runtime.tell(Saved(message.number, error=f"{self.me} has not begun to train"))
                 else:
                     self.snapshots.request(message, self.training)
+
+    def _server_moved(self, client: Client, moved: ServerMoved) -> None:
+        client.server_moved(moved.server.index, self.runtime.open_link(moved, client.servers.part))
 
     def open(self, welcome: Welcome, ports: Sequence[Port]) -> Client:
         """Make the client, and deliver the messages that arrived before."""
@@ -198,8 +209,13 @@ class Session:
             client.pushes.compressed = CompressedPushes(self.codec, self.me.index, client.flat.layout)
         if self.observer is not None:
             self.observer.joined(client, welcome)
+        if welcome.copies > 1:
+            client.servers.unanswered = {}
         for message in self.early:  # the run may have ended meanwhile
-            client.receive(message)
+            if isinstance(message, ServerMoved):
+                self._server_moved(client, message)
+            else:
+                client.receive(message)
         return client
 
     def must_stop(self, handle: Handle) -> bool:

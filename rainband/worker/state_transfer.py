@@ -9,6 +9,7 @@ from torch import Tensor
 from rainband.model.flat_parameters import BlockTensors
 from rainband.model.optimizer_state import GatheredState, State
 from rainband.protocol.messages import FetchState, InitBlock, StatePart
+from rainband.protocol.ports import Port
 from rainband.protocol.steps import Handle
 from rainband.worker.server_blocks import ServerBlocks
 
@@ -18,10 +19,10 @@ class StateHandle(Handle):
     """The requested state of the servers' optimizers."""
 
     gathered: GatheredState
-    left: int  # blocks whose state is not complete
+    missing: set[int]  # blocks whose state is not complete
 
     def ready(self) -> bool:
-        return self.left == 0
+        return not self.missing
 
 
 class StateTransfer:
@@ -48,10 +49,17 @@ class StateTransfer:
 
     def fetch(self) -> StateHandle:
         """Request the state of the servers' optimizers."""
-        self.fetching = StateHandle(GatheredState(self.servers.flat.parameters), len(self.servers.blocks))
+        self.fetching = StateHandle(
+            GatheredState(self.servers.flat.parameters), {block.index for block in self.servers.blocks}
+        )
         for port in dict.fromkeys(self.servers.owner_port_of[block.index] for block in self.servers.blocks):
             self.servers.send(port, FetchState())
         return self.fetching
+
+    def request_again(self, port: Port) -> None:
+        """Repeat a request at the copy that has taken over a server; parts that arrive twice count once."""
+        if self.fetching is not None and not self.fetching.ready():
+            self.servers.send(port, FetchState())
 
     def received(self, message: StatePart, payload: Tensor | None) -> None:
         assert self.fetching is not None, "no state was requested"
@@ -61,7 +69,7 @@ class StateTransfer:
             gathered.add(block, message.part, message.absent, payload.view(self.servers.views[message.block].dtype))
             return
         gathered.add_numbers(message.numbers)
-        self.fetching.left -= 1
+        self.fetching.missing.discard(message.block)
 
 
 class ParameterValues:

@@ -37,11 +37,12 @@ def command(
 
     with report_errors():
         all_running = running_runs()
-        found = find_running(run, all_running)
+        found = find_running(run, all_running, runs)
         if found is None:
             past = read_run(find_run(runs, run))
             where = " on this machine" if past.state == "running" else f": it is {past.state}"
-            raise ValueError(f"{past.name} does not run{where}. Running now: {_names([r.name for r in all_running])}.")
+            names = [str(one.directory) for one in all_running]
+            raise ValueError(f"{past.name} does not run{where}. Running now: {', '.join(names) or 'none'}.")
         interrupt(found)
         if now:
             time.sleep(LOOK_EVERY_S)  # two signals at once may arrive as one
@@ -58,7 +59,3 @@ def command(
     if ended.so_far.ended is None:
         give_up(f"{found.name} ended without its last event: it saved nothing more.", FAILED)
     print_lines(summary(ended.so_far, ended.directory))
-
-
-def _names(names: list[str]) -> str:
-    return ", ".join(names) or "none"

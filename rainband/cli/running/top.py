@@ -38,7 +38,7 @@ def command(
     from rainband.views.runs_text import to_json
 
     with report_errors():
-        running = find_running(run, running_runs())
+        running = find_running(run, running_runs(), runs)
         file = RunFile(running.directory if running is not None else find_run(runs, run))
 
     def processes() -> dict[str, NodeProcess]:

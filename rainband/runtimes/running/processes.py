@@ -84,15 +84,21 @@ def _is_writable(pid: int, fd: str) -> bool:
     return False
 
 
-def find_running(word: str, runs: list[RunningRun]) -> RunningRun | None:
-    """Return the run with this directory, name or beginning of its name, or the newest for `last`; None: none runs."""
+def find_running(word: str, runs: list[RunningRun], root: Path) -> RunningRun | None:
+    """Return the run with this directory; or, of the runs in `root`, that with this name or beginning of its name.
+
+    `last` is the newest in `root` that runs. Runs of other folders are found by their directory only, so that no short
+    word ever means the run of someone else. None: no such run runs.
+    """
+    by_directory = [run for run in runs if Path(word).resolve() == run.directory]
+    if by_directory:
+        return by_directory[0]
+    here = [run for run in runs if run.directory.parent == root.resolve()]
     if word == "last":
-        return runs[0] if runs else None
-    exact = [run for run in runs if word == run.name or Path(word).resolve() == run.directory]
-    matching = exact or [run for run in runs if run.name.startswith(word)]
+        return here[0] if here else None
+    matching = [run for run in here if word == run.name] or [run for run in here if run.name.startswith(word)]
     if len(matching) > 1:
-        names = ", ".join(str(run.directory) for run in matching)
-        raise ValueError(f"{word} is {len(matching)} running runs: type one of {names}.")
+        raise ValueError(f"{word} is {len(matching)} running runs: {', '.join(run.name for run in matching)}.")
     return matching[0] if matching else None
 
 

@@ -121,6 +121,7 @@ class SimulatedCluster:
         self.coordinator = Coordinator(known, scenario.strategy)
         self.coordinator_node = self._add_coordinator(self.network.machine())
         self.servers: dict[int, ServerNode | AggregatedServersNode] = {}
+        self.copies: dict[int, ServerNode] = {}  # server -> its copy, or where one is being made
         self.workers: dict[int, WorkerNode] = {}
         self.restarts = 0  # of the coordinator, that are still to come
         num_bytes = sum(vector.numel * ITEM_BYTES[vector.dtype] for vector in scenario.join.layout.vectors)
@@ -185,6 +186,18 @@ class SimulatedCluster:
         self.servers[index] = self.bus.nodes[node.peer] = node
         node.join(COORDINATOR)
 
+    def add_copy(self, peer: Peer) -> None:
+        """Start a server that becomes the copy of another one."""
+        node = ServerNode(self, peer, self.network.machine(), self._observer(peer))
+        self.copies[peer.index] = self.bus.nodes[peer] = node
+        node.join(COORDINATOR)
+
+    def use_copy(self, peer: Peer) -> None:
+        """Count a copy that has taken over as the server."""
+        node = self.bus.nodes.get(peer)
+        if node is not None and self.copies.get(peer.index) is node:
+            self.servers[peer.index] = self.copies.pop(peer.index)
+
     def _add_aggregated(self) -> None:
         aggregated = make_aggregated(self.model, self.scenario.join.layout, self.settings.num_servers)
         node = AggregatedServersNode(self.bus, self.network.machine(), self.scenario.server_part, aggregated)
@@ -220,7 +233,7 @@ class SimulatedCluster:
         if isinstance(node, AggregatedServersNode):
             return AggregatedPort(worker, node)
         peer = Peer("server", server) if node is None else node.peer
-        return SimPort(worker, peer, lambda: self.servers[server].server, self.scenario.real)
+        return SimPort(worker, peer, lambda: self.servers[server] if node is None else node, self.scenario.real)
 
     def block_bytes(self, block: int) -> int:
         """Return the true size of a block, also where the nodes' blocks are hollow."""

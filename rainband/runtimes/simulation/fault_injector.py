@@ -115,4 +115,6 @@ class FaultInjector:
                 return self.cluster.workers.get(int(index))
             case "server":
                 return self.cluster.servers.get(int(index))
+            case "copy":
+                return self.cluster.copies.get(int(index))
         return self.cluster.coordinator_node

@@ -28,6 +28,7 @@ from rainband.runtimes.hogwild.server import HogwildServer
 from rainband.runtimes.simulation.message_bus import HEADER_BYTES, Node, Payload
 from rainband.runtimes.simulation.models.network import Machine
 from rainband.runtimes.simulation.shared_module import NOTHING, hollow
+from rainband.server.copied import CopiedServer
 from rainband.server.readers import ServerOutput
 from rainband.server.server import Server
 from rainband.transports.hub import FRAMES_BEFORE_FLUSH
@@ -96,6 +97,8 @@ class CoordinatorNode(Node):
 
     def _ticked(self) -> None:
         self.send(self.coordinator.tick(self._now()))
+        for copy in self.coordinator.copies.to_start():
+            self.cluster.add_copy(copy)
         if self.cluster.rounds is not None:
             self.cluster.rounds.exclude_lost(self.coordinator.state)
 
@@ -105,6 +108,8 @@ class CoordinatorNode(Node):
 
     def _post(self, out: CoordinatorOutput) -> None:
         to, message, body = out
+        if isinstance(message, messages.ServerMoved):
+            self.cluster.use_copy(message.server)
         if type(message) in OF_BLOCKS:
             message = self._adapted(message)
         self.bus.send(self, to, message, body, HEADER_BYTES + len(body or b""))
@@ -157,6 +162,7 @@ class ServerNode(Node):
         super().__init__(cluster.bus, peer, machine)
         self.observer = observer
         self.server = Server(cluster.scenario.server_part, publish, observer, *cluster.scenario.codecs)
+        self.copied = CopiedServer(peer, self.server) if cluster.settings.copies > 1 else None
         self.checkpoints = checkpoints = cluster.scenario.checkpoints
         self.writer = (
             None
@@ -202,12 +208,12 @@ class ServerNode(Node):
         return self.costs.message_s
 
     def _handle(self, sender: Peer, message: Message | None, payload: Payload) -> None:
+        server = self.copied or self.server
         if message is None:
-            self.server.lost(sender)
-            self._answer([])
+            self._answer(server.lost(sender) or [])
             return
         updates = self.server.updates
-        outs = [] if isinstance(message, messages.Shutdown) else self.server.receive(sender, message, payload)
+        outs = [] if isinstance(message, messages.Shutdown) else server.receive(sender, message, payload)
         if isinstance(message, messages.Assign) and message.restores:
             assert self.checkpoints is not None and self.checkpoints.source is not None
             restore_server(self.server, self.checkpoints.source)
@@ -258,6 +264,11 @@ class ServerNode(Node):
             self.bus.send(self, out.to, out.message)
             return
         message = out.message
+        if isinstance(message, (messages.Forwarded, messages.CopyContents)):
+            _, payload = self._read(message)  # it was copied before
+            num_bytes = 0 if payload is None else payload.nbytes
+            self.bus.send(self, out.to, message, payload, HEADER_BYTES + num_bytes)
+            return
         assert isinstance(message, (Params, RelayedPush))
         num_bytes = self.block_bytes(message.block)
         self.owed_s += num_bytes / self.costs.read_bytes_per_s
@@ -270,7 +281,7 @@ class ServerNode(Node):
         """Read a message's values when it leaves; a private copy, because the block keeps changing."""
         if not self.real and isinstance(message, Params):
             message = msgspec.structs.replace(message, encoded=0)  # only its bytes are counted
-        message, values = self.server.fill(message)
+        message, values = (self.copied or self.server).fill(message)
         return message, None if values is None else values.clone() if values.numel() else NOTHING
 
     def lost(self, peer: Peer) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +14,18 @@ from rainband.errors import ServerLost, Stop
 from rainband.model.gradient import Gradient
 from rainband.observer import Observer
 from rainband.protocol.layout import BlockSpec
-from rainband.protocol.messages import COORDINATOR, Ack, InitBlock, Message, Params, Peer, Push, TakeSnapshot, Welcome
+from rainband.protocol.messages import (
+    COORDINATOR,
+    Ack,
+    InitBlock,
+    Message,
+    Params,
+    Peer,
+    Push,
+    ServerMoved,
+    TakeSnapshot,
+    Welcome,
+)
 from rainband.protocol.ports import BlockValues, Port
 from rainband.protocol.saved_state import SavedBlock
 from rainband.protocol.steps import Handle, Look, Steps, Until, Work
@@ -60,8 +71,8 @@ class WorkerNode(Node):
     # There may be ten thousand workers: plain objects with this many attributes are large and slow.
     __slots__ = (
         *("block_bytes", "busy_until", "cluster", "compute", "computes_until", "copied_s", "costs", "eval_every_s"),
-        *("inbox", "later", "life", "measuring", "observer", "over", "pace", "raises", "session", "stats", "waiting"),
-        "waiting_since",
+        *("inbox", "later", "life", "measuring", "moved", "observer", "over", "pace", "raises", "session", "stats"),
+        *("waiting", "waiting_since"),
     )
 
     def __init__(
@@ -95,6 +106,7 @@ class WorkerNode(Node):
         self.copied_s = 0.0  # seconds of copying parameters since its last wait
         self.computes_until = 0.0  # if it has a core of its own
         self.over = False
+        self.moved: dict[int, Peer] = {}  # server -> the copy that has taken over: earlier ones are not heard
         self.raises = False  # its next gradient, as an error in the user's code
 
     @property
@@ -124,6 +136,10 @@ class WorkerNode(Node):
 
     def open_links(self, welcome: Welcome, part: int) -> list[Port]:
         return [self.cluster.port(self, server) for server in range(len(welcome.servers))]
+
+    def open_link(self, moved: ServerMoved, part: int) -> Port:
+        self.moved[moved.server.index] = moved.server
+        return self.cluster.port(self, moved.server.index)
 
     def before_training(self, worker: ModuleWorker) -> None:
         checkpoints = self.cluster.scenario.checkpoints
@@ -177,7 +193,7 @@ class WorkerNode(Node):
             return
         if peer.role == "coordinator":
             self.cluster.kill(self)
-        elif peer.role == "server":
+        elif peer.role == "server" and self.cluster.settings.copies == 1:
             self.clock.after(self.cluster.settings.failure_timeout_s, lambda: self.wake(partial(self._give_up, peer)))
 
     def _give_up(self, server: Peer) -> None:
@@ -186,6 +202,8 @@ class WorkerNode(Node):
             self.cluster.kill(self)
 
     def receive(self, sender: Peer, message: Message, payload: Payload) -> None:
+        if self.moved and sender.role == "server" and self.moved.get(sender.index, sender) != sender:
+            return
         if self.waiting is None or self.inbox or self.later or self.clock.now < self.busy_until:
             self.inbox.append((message, payload))
             if self.waiting is not None:
@@ -366,13 +384,19 @@ class WorkerNode(Node):
         self._go_through()
 
 
+class ServerHost(Protocol):
+    """A node that hosts a server."""
+
+    server: Server
+
+
 class SimPort:
     """A worker's port to one simulated server."""
 
-    def __init__(self, worker: WorkerNode, peer: Peer, server: Callable[[], Server], real: bool) -> None:
+    def __init__(self, worker: WorkerNode, peer: Peer, node: Callable[[], ServerHost], real: bool) -> None:
         self.worker = worker
         self.peer = peer
-        self.server = server  # to read in place, in shared memory
+        self.node = node  # to read in place, in shared memory
         self.real = real  # with values, not only timing
         self.direct = worker.costs.shared_memory
 
@@ -407,7 +431,7 @@ class SimPort:
         return min(num_bytes, codec.num_bytes(num_bytes // 4))
 
     def read(self, spec: BlockSpec, at_version: int, out: Tensor) -> int | None:
-        block = self.server().readable[spec.index]
+        block = self.node().server.readable[spec.index]
         if at_version >= 0 and block.version > at_version + len(block.buffer.tensors) - 1:
             return None
         version = at_version if at_version >= 0 else block.version

@@ -1,6 +1,7 @@
 """Fault scripts: one line per fault, so that a failing run can be written down, replayed and shortened.
 
 0.250 kill worker 1                           its process ends; the others see the connection close
+0.250 kill copy 0                             the same, of the copy of server 0, in a run with --copies 2
 0.250 crash worker 1                          its machine ends; the others notice only after a long silence
 0.900 start worker 1                          a lost node starts again, or a worker joins for the first time
 0.400 pause server 0 for 2.500                as by SIGSTOP: it loses nothing and does nothing
@@ -89,12 +90,14 @@ def _fault(line: str) -> Fault:
     return Fault(what=words["what"], node=words["node"], to=words["to"] or "", **seconds)
 
 
-def check_nodes(script: Script, num_workers: int, num_servers: int, late_workers: str = "") -> None:
+def check_nodes(script: Script, num_workers: int, num_servers: int, late_workers: str = "", copies: int = 1) -> None:
     """Raise ValueError if a fault names a node that the run does not have.
 
     `late_workers` says why no worker may join after the start; empty: any may.
     """
     nodes = {"coordinator", *_numbered("worker", num_workers), *_numbered("server", num_servers)}
+    if copies > 1:
+        nodes |= {*_numbered("copy", num_servers)}
     if not late_workers:
         nodes |= {fault.node for fault in script if fault.what == "start" and _is_worker(fault.node)}
     for fault in script:

@@ -152,10 +152,11 @@ def random_case(seed: int, strategy: str | None = None) -> Case:
 class CaseSetup:
     """The objects that all runs of a strategy share; workers get their own memory in each run."""
 
-    def __init__(self, strategy: str) -> None:
+    def __init__(self, strategy: str, task: Linear | None = None) -> None:
         kind = KINDS[strategy]
         self.strategy = kind.make()
-        self.task = BOWL if kind.known == "coordinated" else SHARED if kind.known in IN_ROUNDS else TASK
+        usual = BOWL if kind.known == "coordinated" else SHARED if kind.known in IN_ROUNDS else TASK
+        self.task = task or usual
         self.data = self.task.data()
         model = self.task.model().double() if kind.known == "coordinated" else self.task.model()
         flat = Flat(model)
