@@ -34,6 +34,7 @@ from rainband.protocol.messages import (
     Peer,
     Pull,
     Push,
+    ServerMoved,
     Welcome,
 )
 from rainband.protocol.ports import BlockValues, Port
@@ -186,6 +187,9 @@ class Actor:
         if isinstance(message, Failed):
             assert self.session.failure is not None
             raise self.session.failure
+
+    def open_link(self, moved: ServerMoved, part: int) -> Port:
+        raise AssertionError("servers have copies in simulations only")
 
     def open_links(self, welcome: Welcome, part: int) -> list[Port]:
         return self.ports

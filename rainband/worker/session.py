@@ -185,10 +185,11 @@ class Session:
                 self.go = True
             case Conclude():
                 self.conclusion = message, body
-            case ServerMoved() if self.client is None:
-                self.early.append(message)
             case ServerMoved():
-                self._server_moved(self.client, message)
+                if self.client is None:
+                    self.early.append(message)
+                else:
+                    self._server_moved(self.client, message)
             case TakeSnapshot():
                 if self.snapshots is None:
                     self.runtime.tell(Saved(message.number, error=f"{self.me} has not begun to train"))

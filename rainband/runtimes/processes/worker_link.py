@@ -25,6 +25,7 @@ from rainband.protocol.messages import (
     Message,
     Peer,
     Push,
+    ServerMoved,
     TakeSnapshot,
     Welcome,
 )
@@ -133,6 +134,9 @@ class WorkerLink:
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for messages and handle them; return False if none arrived in time."""
         return self.event_loop.wait(timeout_s)
+
+    def open_link(self, moved: ServerMoved, part: int) -> Port:
+        raise AssertionError("servers have copies in simulations only")
 
     def open_links(self, welcome: Welcome, part: int) -> list[Port]:
         """Connect to the servers; with stages, only to those that hold blocks of this stage."""
