@@ -97,6 +97,15 @@ def test_top_of_many_workers_fits_on_the_screen_and_keeps_the_lost_ones() -> Non
     assert any(line.startswith("77 ") for line in lines) and any("other workers" in line for line in lines)
 
 
+def test_top_shows_which_servers_have_a_copy() -> None:
+    made = made_run(2, 4)
+    started = msgspec.structs.replace(made[0], copies=2)  # type: ignore[type-var]
+    copied = [events.ServerCopied(at_s=1.0, server=k) for k in (0, 1)]
+    lost = events.Lost(at_s=2.0, node="copy of server 1", why="killed by signal 9")
+    lines = top(folded([started, *made[1:3], *copied, lost, *made[3:]]), "finished", "mine", {})
+    assert [line.split() for line in lines[-2:]] == [["0", "8", "complete"], ["1", "8", "none"]]
+
+
 @pytest.mark.parametrize(
     ("phase", "changes", "why"),
     [

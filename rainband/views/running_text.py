@@ -168,6 +168,7 @@ def _at(column: Sequence[int], k: int) -> int:
 
 def _server_rows(folded: Folded, processes: Processes, state: str) -> Iterator[dict[str, str]]:
     so_far, nodes = folded.so_far, folded.nodes
+    has_copies = so_far.started is not None and so_far.started.copies > 1
     for rank in range(so_far.started.num_servers if so_far.started else 0):
         node = f"server {rank}"
         process, lost = processes.get(node), so_far.lost.get(node)
@@ -177,6 +178,7 @@ def _server_rows(folded: Folded, processes: Processes, state: str) -> Iterator[d
         yield {
             "server": str(rank),
             "updates": f"{updates:,}" if updates else UNKNOWN,
+            "copy": UNKNOWN if not has_copies else "complete" if rank in so_far.copied else "none",
             "processor": duration(cpu_s) if cpu_s else UNKNOWN,
             "memory": size(memory) if memory else UNKNOWN,
             "pid": str(process.pid) if process else UNKNOWN,
