@@ -103,11 +103,11 @@ class ServerCopies:
                 return [CoordinatorOutput(sender, Shutdown("this copy is not needed any more."))]
             case Promoted() if copy is not None and copy.peer == sender and copy.is_promoted:
                 return self._promoted(copy, now)
-            case RoundChosen():
-                self.chosen = sender, message
         if self.is_stranger(sender):
             return []
         match message:
+            case RoundChosen():
+                self.chosen = sender, message
             case CopyCounts() if copy is not None and copy.peer.incarnation == message.incarnation:
                 if not copy.counts:
                     copy.counts = True
