@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -421,6 +422,6 @@ def test_a_run_with_copies_says_when_it_is_degraded_and_who_has_taken_over(tmp_p
     words = ["train", "digits", "downpour", "--runtime", "sim", "--copies", "2", "--faults", str(faults)]
     said = CliRunner().invoke(build_app(), [*words, "--runs", str(tmp_path)], prog_name="rainband")
     assert said.exit_code == 0
-    assert "degraded: no copy of server 0, server 1" in said.stderr
-    assert "the copy of server 1 has taken over after" in said.stderr
-    assert "45 of 45 applied, 0 lost, 0 applied twice" in said.stderr + said.stdout
+    assert "degraded: no copy of server 0, server 1" in said.output
+    assert "the copy of server 1 has taken over after" in said.output
+    assert re.search(r"(\d+) of \1 applied, 0 lost, 0 applied twice", said.output)
