@@ -71,7 +71,19 @@ class WorkerNode(Node):
     # There may be ten thousand workers: plain objects with this many attributes are large and slow.
     __slots__ = (
         *("block_bytes", "busy_until", "cluster", "compute", "computes_until", "copied_s", "costs", "eval_every_s"),
-        *("inbox", "later", "life", "measuring", "moved", "observer", "over", "pace", "raises", "session", "stats"),
+        *(
+            "inbox",
+            "later",
+            "life",
+            "measuring",
+            "copies_in_use",
+            "observer",
+            "over",
+            "pace",
+            "raises",
+            "session",
+            "stats",
+        ),
         *("waiting", "waiting_since"),
     )
 
@@ -106,7 +118,7 @@ class WorkerNode(Node):
         self.copied_s = 0.0  # seconds of copying parameters since its last wait
         self.computes_until = 0.0  # if it has a core of its own
         self.over = False
-        self.moved: dict[int, Peer] = {}  # server -> the copy that has taken over: earlier ones are not heard
+        self.copies_in_use: dict[int, Peer] = {}  # server -> the copy that has taken over: earlier ones are not heard
         self.raises = False  # its next gradient, as an error in the user's code
 
     @property
@@ -138,7 +150,7 @@ class WorkerNode(Node):
         return [self.cluster.port(self, server) for server in range(len(welcome.servers))]
 
     def open_link(self, moved: ServerMoved, part: int) -> Port:
-        self.moved[moved.server.index] = moved.server
+        self.copies_in_use[moved.server.index] = moved.server
         return self.cluster.port(self, moved.server.index)
 
     def before_training(self, worker: ModuleWorker) -> None:
@@ -202,7 +214,7 @@ class WorkerNode(Node):
             self.cluster.kill(self)
 
     def receive(self, sender: Peer, message: Message, payload: Payload) -> None:
-        if self.moved and sender.role == "server" and self.moved.get(sender.index, sender) != sender:
+        if self.copies_in_use and sender.role == "server" and self.copies_in_use.get(sender.index, sender) != sender:
             return
         if self.waiting is None or self.inbox or self.later or self.clock.now < self.busy_until:
             self.inbox.append((message, payload))
