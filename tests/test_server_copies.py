@@ -261,7 +261,7 @@ def no_fence(patch: pytest.MonkeyPatch) -> None:
     receive = CopiedServer.receive
 
     def never_replaced(self: CopiedServer, sender: Peer, message: Message, payload: Any = None) -> list[ServerOutput]:
-        if isinstance(message, copied.Replaced) and self.copy is not None:
+        if isinstance(message, copied.ReplacedByCopy) and self.copy is not None:
             return self._drop(self.copy.incarnation)
         return receive(self, sender, message, payload)
 

@@ -502,7 +502,7 @@ class Promoted(Message, frozen=True, tag=168):
     term: int
 
 
-class Replaced(Message, frozen=True, tag=169):
+class ReplacedByCopy(Message, frozen=True, tag=169):
     """To a server whose copy has taken over: it answers nothing more."""
 
     term: int
@@ -856,7 +856,7 @@ AnyMessage = (
     | FileWrite | FileRead | FileAnswer | MachineJoin | MachineWelcome
     | RestartRequest | Restart | ProcessEnded | Leave | RoundData | RoundWords | RoundAudience
     | TunnelRequest | OpenTunnel | TunnelOpen | AddCopy | DropCopy | CopyContents | Forwarded | Copied | CopyCounts
-    | CopyUnreachable | Promote | Promoted | Replaced | ServerMoved
+    | CopyUnreachable | Promote | Promoted | ReplacedByCopy | ServerMoved
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -29,7 +29,7 @@ from rainband.protocol.messages import (
     Peer,
     Promote,
     Promoted,
-    Replaced,
+    ReplacedByCopy,
     ReportRequest,
     RoundChosen,
     TakeSnapshot,
@@ -75,10 +75,10 @@ class CopiedServer:
             case CopyContents() | Forwarded() if sender.role == "server":
                 if self.is_copy:
                     return self._follow(sender, message, payload)
-                return [ServerOutput(sender, Replaced(self.server.term))]
+                return [ServerOutput(sender, ReplacedByCopy(self.server.term))]
             case Copied() if sender == self.copy:
                 return self._copied(message.number)
-            case Replaced() if message.term > self.server.term:
+            case ReplacedByCopy() if message.term > self.server.term:
                 self.replaced = True
                 self.held.clear()
                 return []

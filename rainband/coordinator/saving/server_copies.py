@@ -27,7 +27,7 @@ from rainband.protocol.messages import (
     Planned,
     Promote,
     Promoted,
-    Replaced,
+    ReplacedByCopy,
     ReportRequest,
     RoundChosen,
     ServerJoin,
@@ -152,7 +152,7 @@ class ServerCopies:
             self.state.events.append(events.Lost(at_s=now, node=str(server.peer), why=why))
         copy.since, copy.why, copy.silent_s = now, why, 0.0
         term = self.terms[server.peer.index] = self.terms.get(server.peer.index, 1) + 1
-        return [CoordinatorOutput(server.peer, Replaced(term)), CoordinatorOutput(copy.peer, Promote(term))]
+        return [CoordinatorOutput(server.peer, ReplacedByCopy(term)), CoordinatorOutput(copy.peer, Promote(term))]
 
     def may_replace(self, server: ServerState) -> bool:
         """Return True if a server has a copy that counts."""
