@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 NOT_COPIED = (FetchState, TakeSnapshot)  # they change nothing
 
 
-# size: the state of a server, of its copy, and of the stream between them
 class CopiedServer:
     """A server with a copy, or a copy."""
 

@@ -74,6 +74,7 @@ class Refresh(Look):
             self.client.pull()
 
 
+# size: one method for each thing that a strategy, a runtime or a message asks of a worker's side of the servers
 class Client:
     """Leases, pushes and pulls of one worker behind one interface; delivers each message to the part it is for."""
 

@@ -32,7 +32,7 @@ class ChaosFault:
 
 @dataclass(frozen=True)
 class Endurance:
-    """What a run survives, as its configuration says."""
+    """The faults that a run survives, as its configuration says."""
 
     failure_timeout_s: float
     restarts: bool  # lost workers are started again
