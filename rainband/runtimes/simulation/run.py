@@ -7,9 +7,12 @@ are virtual.
 from __future__ import annotations
 
 import gc
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import FrameType
 
 import msgspec
 import torch
@@ -174,15 +177,37 @@ class Simulation(Run):
 
     def _drive(self) -> None:
         try:
-            self.cluster.run()
-        except KeyboardInterrupt:
-            self.interrupted = True
-            self.cluster.stop()
+            with self._stopped_by_ctrl_c():
+                self.cluster.run()
+        except KeyboardInterrupt:  # of the user's code, or not in the main thread
+            self._stop()
             self.cluster.run()
         except Deadlock as deadlock:
             self.cluster.coordinator.state.fail(str(deadlock))
             self._result()
             raise
+
+    @contextmanager
+    def _stopped_by_ctrl_c(self) -> Iterator[None]:
+        """Stop between two events: an exception inside of one would leave a node that never answers."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.getsignal(signal.SIGINT)
+
+        def plan_stop(number: int, frame: FrameType | None) -> None:
+            signal.signal(signal.SIGINT, before)  # the second Ctrl-C ends it at once
+            self.cluster.clock.after(0.0, self._stop)
+
+        signal.signal(signal.SIGINT, plan_stop)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _stop(self) -> None:
+        self.interrupted = True
+        self.cluster.stop()
 
     def _result(self) -> SimulatedResult:
         coordinator = self.cluster.coordinator
