@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import signal
+import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from rainband.cli.main import build_app
+from rainband.cli.options.words import configured
 from rainband.coordinator.state import Target
+from rainband.runtimes.simulation.run import run as simulate
+from rainband.tasks.linear import Linear
 from rainband.views.compare.judge import Comparison, Entrant, Tuning, contenders_of, overlap, verdict
 from rainband.views.compare.measured import FirstReached, MetricPoint, RunMeasures, facts_of, parse_target
 from rainband.views.compare.report import report, ticks
@@ -252,17 +258,17 @@ QUICK = ("--runtime", "sim", "--epochs", "2", "--seeds", "2", "--workers", "2", 
 
 def test_a_comparison_is_trained_once_and_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    words = ("compare", "linear", "downpour", "lr=0.05", "sync", "--target", "distance=1", "--out", "kept", *QUICK)
+    words = ("compare", "linear", "downpour", "lr=0.05", "sync", "--target", "loss=90", "--out", "kept", *QUICK)
     first = Said(*words)
     assert first.exit_code == 0, first.err
     assert "0 of 4 runs  downpour lr=0.05, seed 0" in first.err
     runs = sorted(path.name for path in Path("kept/runs").iterdir())
-    assert runs == [f"{name}-seed{seed}" for name in ("downpour_lr=0.05", "sync") for seed in (0, 1)]
+    assert runs == [f"{name}-2-workers-seed{seed}" for name in ("downpour_lr=0.05", "sync") for seed in (0, 1)]
     seeds = {facts_of(path, None).seed for path in Path("kept/runs").iterdir()}
     assert seeds == {0, 1}
     page = Path("kept/report.html").read_text()
     assert "downpour lr=0.05" in page
-    events_file = Path("kept/runs/sync-seed1/events.jsonl")
+    events_file = Path("kept/runs/sync-2-workers-seed1/events.jsonl")
     lines = events_file.read_bytes().splitlines(keepends=True)
     events_file.write_bytes(b"".join(lines[:-1]))  # as if it had been killed
     stamps = {path: path.stat().st_mtime_ns for path in Path("kept/runs").glob("*/events.jsonl")}
@@ -271,7 +277,90 @@ def test_a_comparison_is_trained_once_and_continues(tmp_path: Path, monkeypatch:
     changed = [path for path, stamp in stamps.items() if path.stat().st_mtime_ns != stamp]
     assert changed == [events_file]
     other = Said(*words[:-2], "--eval-every", "0.5")
-    assert other.exit_code == 2 and "another comparison" in other.err
+    assert other.exit_code == 2 and "another comparison (eval every s 0.02, not 0.5)" in other.err
+    other = Said(*(word.replace("loss=90", "loss=91") for word in words))
+    assert other.exit_code == 2 and "(target loss=90, not loss=91)" in other.err
+    assert "rainband compare kept/runs/* --target" in other.err
+    assert Said(*words, "--workers", "3").exit_code == 0
+    workers = [facts_of(path, None).workers for path in Path("kept/runs").glob("*-3-workers-*")]
+    assert workers == [3] * 4
+    file = Path("kept/runs/sync-2-workers-seed0/config.json")
+    file.write_text(file.read_text().replace('"num_workers": 2', '"num_workers": 7'))
+    changed_by_hand = Said(*words)
+    assert changed_by_hand.exit_code == 2 and "with other options (num_workers 7, not 2)" in changed_by_hand.err
+
+
+def test_a_target_that_the_task_does_not_measure_is_refused_after_the_first_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("compare", "linear", "downpour", "--out", "kept", *QUICK)
+    said = Said(*words, "--target", "nosuch=1")
+    assert said.exit_code == 2 and "--target nosuch: the runs have not measured it; choose from" in said.err
+    assert len(list(Path("kept/runs").iterdir())) == 1
+    said = Said("compare", *map(str, Path("kept/runs").iterdir()), "last", "--runs", "kept/runs")
+    assert said.exit_code == 2 and "the same run is given twice" in said.err
+    assert Said(*words, "--target", "loss=90").exit_code == 0  # corrected
+
+
+BROKEN = """
+from rainband.tasks.linear import Linear
+
+class Broken(Linear):
+    def data(self):
+        raise RuntimeError("no data here")
+"""
+
+
+def test_a_task_that_raises_is_a_row_and_is_trained_again_when_it_is_repaired(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("f30_broken.py").write_text(BROKEN)
+    words = ("compare", "f30_broken:Broken", "downpour", "sync", "--out", "kept", *QUICK)
+    said = Said(*words)
+    assert said.exit_code == 1
+    for name in ("downpour", "sync"):
+        assert f"{name}: 2 of 2 runs did not finish (failed). RuntimeError: no data here." in said.out
+    assert Path("kept/report.html").is_file()
+    sys.modules["f30_broken"].Broken.data = Linear.data
+    assert Said(*words).exit_code == 0
+
+
+class Interrupted(Linear):
+    """A task during whose 20th gradient the user presses Ctrl-C."""
+
+    gradients = 0
+
+    def loss(self, *given: Any) -> Any:
+        self.gradients += 1
+        if self.gradients == 20:
+            signal.raise_signal(signal.SIGINT)
+        return super().loss(*given)
+
+
+@pytest.mark.parametrize("strategy", ["sync", "downpour"])
+def test_ctrl_c_during_a_gradient_stops_a_simulation_in_order(strategy: str, tmp_path: Path) -> None:
+    config = configured(["linear", strategy], {"runtime": "sim", "workers": 2, "epochs": 50})
+    config = msgspec.structs.replace(config, directory=str(tmp_path))
+    task, before = Interrupted(), signal.getsignal(signal.SIGINT)
+    result = simulate(config, lambda event: None, task=task)
+    assert (result.outcome, result.exit_code) == ("stopped", 130)
+    assert 20 <= task.gradients < 40
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_times_of_real_and_simulated_runs_are_not_compared() -> None:
+    simulated = Entrant("b", tuple(dataclasses.replace(one, virtual=True) for one in several("b", 1.0, 1.1).runs))
+    text = verdict_of(several("a", 2.0, 2.1), simulated)
+    assert text.startswith("a and b have reached accuracy of at least 0.9 with every seed.")
+    assert "times are not compared" in text and "slower" not in text and "Why" not in text
+    assert [one.name for one in Comparison("t", (several("a", 2.0), simulated), TARGET).ranked()] == ["a", "b"]
+
+
+def test_one_contender_differs_from_no_other() -> None:
+    runs = tuple(run(1.0, final=final) for final in (0.91, 0.92, 0.99))
+    assert "the final accuracy of a differs by 0.08" in verdict_of(Entrant("a", runs))
 
 
 def test_tuning_tries_the_stated_grid_and_trains_with_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,6 +394,7 @@ def test_existing_runs_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (("linear", "sync", "--target", "high"), "give a metric and a number"),
         (("linear", "sinc"), "sync"),
         (("nothing", "last"), "no runs in"),
+        (("tests.dashboard_runs:nope", "sync"), "has no 'nope'"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_trained(

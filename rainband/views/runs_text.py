@@ -6,7 +6,7 @@ import datetime
 import shlex
 import shutil
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import typer
@@ -18,6 +18,9 @@ from rainband.views.event_text import links, num_nodes, plan_made, progress_line
 from rainband.views.formatting import assignment, count, duration, percent, short, size, table, whole
 from rainband.views.history import PastRun, RunSoFar, loss_curve
 from rainband.views.summary import results, summary
+
+if TYPE_CHECKING:
+    from rainband.runtimes.config import RunConfig
 
 CHART_WIDTH = 72
 MEASURES = {  # as people read them -> in the record
@@ -200,7 +203,7 @@ def _local_time(text: str) -> str:
 
 def compared(a: PastRun, b: PastRun) -> list[str]:
     """Return the results of both runs and the settings that differ."""
-    settings = [row for row in _settings_rows(a, b) if row[1] != row[2]]
+    settings = _differing(a.config, b.config)
     rows = [("", "first", "second", "second / first"), *_outcome_rows(a, b)]
     lines = [*table([("first", a.name), ("second", b.name)]), "", *table(rows), ""]
     if not settings:
@@ -208,10 +211,16 @@ def compared(a: PastRun, b: PastRun) -> list[str]:
     return [*lines, "Settings that differ:", *table([("", "first", "second"), *settings], indent="  ")]
 
 
-def _settings_rows(a: PastRun, b: PastRun) -> list[tuple[str, str, str]]:
-    flat_a, flat_b = _flat(a.config), _flat(b.config)
-    names = [name for name in [*flat_a, *(n for n in flat_b if n not in flat_a)] if name != "directory"]
-    return [(name, _text(name, flat_a.get(name, "-")), _text(name, flat_b.get(name, "-"))) for name in names]
+def settings_that_differ(a: RunConfig, b: RunConfig) -> list[tuple[str, str, str]]:
+    """Return the names and both values of settings, but for the directory."""
+    return _differing(*(msgspec.json.decode(msgspec.json.encode(one)) for one in (a, b)))
+
+
+def _differing(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, str, str]]:
+    flat_a, flat_b = _flat(a), _flat(b)
+    names = [name for name in {**flat_a, **flat_b} if name != "directory"]
+    rows = [(name, _text(name, flat_a.get(name, "-")), _text(name, flat_b.get(name, "-"))) for name in names]
+    return [row for row in rows if row[1] != row[2]]
 
 
 def _text(name: str, value: object) -> str:

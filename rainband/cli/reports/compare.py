@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rainband.runtimes.config import RunConfig
     from rainband.strategy import Requirements
     from rainband.views.compare.judge import Comparison, Entrant, Tuning
+    from rainband.views.compare.measured import RunMeasures
 
 GROUP = "Comparison"
 LEFT_OUT = (
@@ -118,7 +119,12 @@ def found_runs(words: Sequence[str], runs: Path) -> list[Path]:
         return []
     if len(words) < 2:
         raise ValueError(f"{first} alone cannot be compared: give two or more runs, or a task and strategies.")
-    return [find_run(runs, word) for word in words]
+    found = [find_run(runs, word) for word in words]
+    if len({directory.resolve() for directory in found}) < len(found):
+        raise ValueError("the same run is given twice: it would count as two seeds. Give different runs.")
+    if empty := [str(directory) for directory in found if not (directory / "events.jsonl").is_file()]:
+        raise ValueError(f"{', '.join(empty)}: there are no events in it, so there is nothing to compare.")
+    return found
 
 
 def of_runs(directories: Sequence[Path], target: Target | None) -> Comparison:
@@ -126,8 +132,16 @@ def of_runs(directories: Sequence[Path], target: Target | None) -> Comparison:
     from rainband.views.compare.measured import facts_of
 
     facts = [facts_of(directory, target) for directory in directories]
+    check_metric(target, facts)
     tasks = list(dict.fromkeys(fact.task for fact in facts))
     return Comparison(" and ".join(tasks), contenders_of(facts), target)
+
+
+def check_metric(target: Target | None, facts: Sequence[RunMeasures]) -> None:
+    """Refuse a target whose metric no run has measured, if any has measured something."""
+    known = sorted({name for fact in facts for name in fact.metrics})
+    if target is not None and known and target.metric not in known:
+        raise ValueError(f"--target {target.metric}: the runs have not measured it; choose from {', '.join(known)}.")
 
 
 def _show_two(directories: Sequence[Path], as_json: bool) -> None:
@@ -183,8 +197,14 @@ class ComparisonPlan:
     def definition(self) -> dict[str, Any]:
         """Return what must be the same when the comparison continues."""
         options = {name: str(value) for name, value in sorted(self.options.items())}
-        goal = str(self.target) if self.target else None
+        goal = f"{self.target.metric}={self.target.value:g}" if self.target else None
         return {"task": self.task, "shared": list(self.shared), "options": options, "target": goal}
+
+    def differences(self, other: dict[str, Any]) -> list[str]:
+        """Return what another definition has that is not in this one, and the reverse."""
+        old, new = ({**one, **one.get("options", {}), "options": None} for one in (other, self.definition))
+        names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+        return [f"{name.replace('_', ' ')} {_value(old.get(name))}, not {_value(new.get(name))}" for name in names]
 
 
 def plan_of(
@@ -192,6 +212,7 @@ def plan_of(
 ) -> ComparisonPlan:
     """Read the words: TASK, settings of it, and strategies that are each followed by their settings."""
     from rainband.cli.options.words import configured
+    from rainband.tasks.load import load_task
     from rainband.views.formatting import count
 
     task, *rest = words
@@ -220,7 +241,8 @@ def plan_of(
     )
     entries = tuple({entry.name: entry for entry in entries}.values())
     for entry in entries:  # every mistake is found before the first run
-        configured([task, *entry.words, *shared], options_of(entry, options))
+        config = configured([task, *entry.words, *shared], options_of(entry, options))
+    load_task(config.task, config.task_settings)
     out = out or Path(f"comparison-{task.rpartition(':')[2]}")
     return ComparisonPlan(task, shared, entries, seeds, options, target, out)
 
@@ -252,6 +274,20 @@ def _numbers(text: str) -> list[int]:
     return list(dict.fromkeys(numbers))
 
 
+def _value(value: object) -> str:
+    text = " ".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)
+    return text or "none"
+
+
+def _decoded(file: Path) -> dict[str, Any]:
+    import msgspec
+
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+    except msgspec.MsgspecError:
+        raise ValueError(f"{file} cannot be read: remove it, or use another folder with --out.") from None
+
+
 class Trainer:
     """Trains what a plan has and what is not there yet, and shows how far it is."""
 
@@ -263,6 +299,7 @@ class Trainer:
         self.trained = 0
         self.began_s = time.monotonic()
         self.stopped = False
+        self.raised = dict[Path, str]()  # directories of runs that could not even fail in order -> why
 
     def run(self) -> tuple[Comparison, bool]:
         """Train; return the comparison of what has ended, and True if it was stopped before the end."""
@@ -292,31 +329,53 @@ class Trainer:
 
         file = self.plan.out / "comparison.json"
         data = msgspec.json.format(msgspec.json.encode(self.plan.definition), indent=2)
-        if file.is_file() and msgspec.json.decode(file.read_bytes()) != self.plan.definition:
-            raise ValueError(f"{self.plan.out} has another comparison: use another folder with --out, or remove it.")
+        if file.is_file() and (differences := self.plan.differences(_decoded(file))):
+            hint = (
+                f" To judge its runs by another target, type rainband compare {self.plan.out}/runs/* --target METRIC=X."
+            )
+            raise ValueError(
+                f"{self.plan.out} has another comparison ({'; '.join(differences)}): use another folder with --out, "
+                f"or remove it.{hint if differences[0].startswith('target ') else ''}"
+            )
         self.plan.out.mkdir(parents=True, exist_ok=True)
         file.write_bytes(data + b"\n")
 
     def _contenders(self) -> Iterator[Entrant]:
         from rainband.views.compare.judge import Entrant
-        from rainband.views.compare.measured import facts_of
 
         for entry in self.plan.entries:
             words, tuning = self._tuned(entry) if self.tune else (entry.words, None)
-            directories = []
+            facts: list[RunMeasures] = []
             for seed in range(self.plan.seeds):
                 if self.stopped:
                     break
                 if (directory := self._trained(entry, words, seed, {})) is not None:
-                    directories.append(directory)
-            if directories:
-                yield Entrant(entry.name, tuple(facts_of(d, self.plan.target) for d in directories), tuning)
+                    facts.append(self._facts(directory))
+                    self._check_metric(facts[-1])
+            if facts:
+                yield Entrant(entry.name, tuple(facts), tuning)
+
+    def _facts(self, directory: Path) -> RunMeasures:
+        from rainband.views.compare.measured import facts_of
+
+        facts = facts_of(directory, self.plan.target)
+        reason = self.raised.get(directory)
+        return replace(facts, state="failed", reason=reason) if reason else facts
+
+    def _check_metric(self, fact: RunMeasures) -> None:
+        """Refuse the target after the first run if that does not measure it; then the target may be corrected."""
+        with report_errors():
+            try:
+                check_metric(self.plan.target, [fact])
+            except ValueError:
+                (self.plan.out / "comparison.json").unlink(missing_ok=True)
+                raise
 
     def _tuned(self, entry: Entry) -> tuple[tuple[str, ...], Tuning | None]:
         """Return the words with the best learning rate of successive halving, and what finding it cost."""
         from rainband.coordinator.state import Target
         from rainband.views.compare.judge import Tuning
-        from rainband.views.compare.measured import RunMeasures, facts_of
+        from rainband.views.compare.measured import RunMeasures
 
         base = self._config(entry, entry.words, TUNE_SEED, {})
         lr = base.strategy_settings.get("lr")
@@ -333,8 +392,7 @@ class Trainer:
                 directory = None if self.stopped else self._trained(entry, words, TUNE_SEED, changed)
                 if directory is None:
                     return entry.words, None
-                fact = facts_of(directory, self.plan.target)
-                facts[directory] = fact
+                facts[directory] = fact = self._facts(directory)
                 if fact.state == "finished" and fact.final is not None:
                     sign = 1.0 if Target(fact.metric, 0.0).is_upper else -1.0
                     scores.append((sign * fact.final, rate))
@@ -361,13 +419,18 @@ class Trainer:
 
         part = f"-{changed['epochs']}-epochs" if "epochs" in changed else ""
         lr = f"-{words[-1]}" if self.tune else ""
-        key = "".join(c if c.isalnum() or c in "-.=" else "_" for c in f"{entry.name}{lr}{part}-seed{seed}")
+        named = f"{' '.join(entry.words)}-{entry.workers}-workers{lr}{part}-seed{seed}"
+        key = "".join(c if c.isalnum() or c in "-.=" else "_" for c in named)
         directory = self.plan.out / "runs" / key
         self._show(f"{entry.name}, seed {seed}")
-        if not _is_over(directory):
-            with report_errors():
-                config = msgspec.structs.replace(self._config(entry, words, seed, changed), directory=str(directory))
+        with report_errors():
+            config = msgspec.structs.replace(self._config(entry, words, seed, changed), directory=str(directory))
+            kept = _is_over(directory)
+            if kept:
+                _check_same(directory, config)
+            else:
                 _cleared(directory)
+        if not kept:
             if not self._train(config):
                 self.stopped = True
                 return None
@@ -387,6 +450,9 @@ class Trainer:
             return bool(run(config, lambda event: None, capture=True).outcome != "stopped")
         except KeyboardInterrupt:
             return False
+        except Exception as error:  # in a simulation, the user's code raises here; the other runs go on
+            self.raised[Path(config.directory)] = " ".join(f"{type(error).__name__}: {error}".split())
+            return True
 
     def _show(self, what: str) -> None:
         """Show the progress: in place on a terminal, otherwise a line for each run."""
@@ -405,10 +471,22 @@ class Trainer:
 
 
 def _is_over(directory: Path) -> bool:
-    """Return True if this run has ended by itself: a failed one is a result, too."""
+    """Return True if this run has finished; others are trained again, because the cause may be gone."""
     from rainband.views.history import is_run, read_run
 
-    return directory.is_dir() and is_run(directory) and read_run(directory).state in ("finished", "failed")
+    return directory.is_dir() and is_run(directory) and read_run(directory).state == "finished"
+
+
+def _check_same(directory: Path, config: RunConfig) -> None:
+    """Refuse an earlier run whose configuration is not the one that would be trained."""
+    from rainband.runtimes.run_directory import read_config
+    from rainband.views.runs_text import settings_that_differ
+
+    if rows := settings_that_differ(read_config(directory), config):
+        differences = "; ".join(f"{name} {old}, not {new}" for name, old, new in rows)
+        raise ValueError(
+            f"{directory} was trained with other options ({differences}): use another folder with --out, or remove it."
+        )
 
 
 def _cleared(directory: Path) -> None:

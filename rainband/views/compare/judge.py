@@ -17,6 +17,8 @@ SHARED_SETTINGS = frozenset(
 FINISHED = "finished"
 MUCH = 1.5  # times as many seeds' spread as the resolution: a difference between seeds, and not of the measurement
 FEW_SEEDS = 5
+MOST_REASONS = 2
+MOST_OF_REASON = 200  # characters
 
 
 @dataclass(frozen=True)
@@ -138,8 +140,15 @@ class Comparison:
         steps = [after - before for before, after in pairwise(sorted(values)) if after - before > 1e-9]
         return min(steps) if steps else None
 
+    @property
+    def mixes_clocks(self) -> bool:
+        """Return True if some seconds are virtual and others are not, so that times cannot be compared."""
+        return len({run.virtual for one in self.contenders for run in one.runs}) > 1
+
     def ranked(self) -> list[Entrant]:
         """Return those that reached the target with every seed, the fastest first; the others after them."""
+        if self.mixes_clocks:
+            return sorted(self.contenders, key=lambda one: not one.always_reached)
         last = float("inf")
         return sorted(self.contenders, key=lambda one: (not one.always_reached, last if one.time is None else one.time))
 
@@ -175,6 +184,9 @@ def _winner(comparison: Comparison) -> list[str]:
     reached = [one for one in comparison.ranked() if one.always_reached]
     if not reached:
         return [f"None reached {target} with every seed."]
+    if comparison.mixes_clocks:
+        verb = "have" if len(reached) > 1 else "has"
+        return [f"{_and(one.name for one in reached)} {verb} reached {target} with every seed."]
     best = reached[0]
     assert best.time is not None
     tied = [one for one in reached[1:] if overlap(best, one)]
@@ -224,7 +236,10 @@ def _misses(comparison: Comparison) -> list[str]:
         failed = [run for run in one.runs if run.state != FINISHED]
         if failed:
             states = _and(sorted({run.state for run in failed}))
-            lines.append(f"{one.name}: {len(failed)} of {count(len(one.runs), 'run')} did not finish ({states}).")
+            why = "".join(
+                f" {_sentence(reason)}" for reason in sorted({run.reason for run in failed if run.reason})[:2]
+            )
+            lines.append(f"{one.name}: {len(failed)} of {count(len(one.runs), 'run')} did not finish ({states}).{why}")
         if comparison.target and (missed := len(one.finished) - len(one.hits)):
             lines.append(f"{one.name} did not reach {comparison.target} in {missed} of {count(len(one.runs), 'run')}.")
     return lines
@@ -242,8 +257,8 @@ def _unlike(comparison: Comparison) -> list[str]:
         tuned = all(one.tuning for one in comparison.contenders)
         advice = "" if tuned else " To compare the strategies alone, give all the same optimizer, or use --tune."
         lines.append(f"Careful: optimizers or learning rates differ, not only strategies. {groups}.{advice}")
-    if len({run.virtual for one in comparison.contenders for run in one.runs}) > 1:
-        lines.append("Careful: some runs are simulated, and their seconds are virtual: do not compare the times.")
+    if comparison.mixes_clocks:
+        lines.append("Some runs are simulated, and their seconds are virtual, so times are not compared.")
     if len({run.task for one in comparison.contenders for run in one.runs}) > 1:
         lines.append("Careful: the tasks differ.")
     return lines
@@ -261,6 +276,8 @@ def _stability(comparison: Comparison) -> list[str]:
         ]
     resolution = f"; the resolution of the measurement is {short(grain)}" if grain is not None else ""
     steadiest, calm = min(known)
+    if len(known) == 1:
+        return [f"Over seeds, the final {comparison.metric} of {name} differs by {short(widest)}{resolution}."]
     return [
         f"Over seeds, the final {comparison.metric} of {name} differs most, by {short(widest)}, and that of {calm} "
         f"least, by {short(steadiest)}{resolution}."
@@ -271,7 +288,7 @@ def _cost(comparison: Comparison) -> list[str]:
     lines = []
     costs = [(one.middle("cpu_s"), one.name) for one in comparison.contenders if one.middle("cpu_s")]
     if len(costs) > 1:
-        (least, cheap), (most, dear) = min(costs), max(costs)
+        (least, cheap), (most, dear) = min(costs), max(costs, key=lambda cost: cost[0])
         lines.append(f"Cost of a run: from {short(least)} CPU seconds ({cheap}) to {short(most)} ({dear}).")
     sizes = [(one.middle("num_bytes"), one.name) for one in comparison.contenders if one.counts_bytes]
     if len(sizes) > 1 and max(sizes)[0]:
@@ -292,6 +309,11 @@ def _caution(comparison: Comparison) -> list[str]:
     if 0 < seeds < FEW_SEEDS:
         return [f"With {count(seeds, 'seed')}, only large differences can be seen."]
     return []
+
+
+def _sentence(text: str) -> str:
+    most = text if len(text) <= MOST_OF_REASON else f"{text[:MOST_OF_REASON]} ..."
+    return most if most.endswith((".", "!", "?")) else f"{most}."
 
 
 def _and(names: Iterable[str]) -> str:

@@ -65,6 +65,8 @@ class RunMeasures:
     staleness: float = 0.0
     cpu_s: float = 0.0
     num_bytes: int = 0
+    metrics: tuple[str, ...] = ()  # the names of all that it has measured
+    reason: str = ""  # why it failed
     others: dict[str, object] = field(default_factory=dict)  # options of the run besides the strategy's settings
 
     @property
@@ -110,10 +112,21 @@ def facts_of(directory: Path, target: Target | None) -> RunMeasures:
         staleness=last.staleness_mean if last else 0.0,
         cpu_s=ended.cpu_s if ended else 0.0,
         num_bytes=(last.pushed_bytes + last.pulled_bytes if last else 0) + sent,
+        metrics=tuple(_metrics_of(run)),
+        reason=_reason(run),
         others={
             name: value for name, value in config.items() if name not in ("seed", "directory", "strategy_settings")
         },
     )
+
+
+def _reason(run: PastRun) -> str:
+    """Return why a run failed, in one line: what the user's code raised, or what the run said."""
+    so_far = run.so_far
+    if so_far.ended is None or so_far.ended.outcome != "failed":
+        return ""
+    text = so_far.error.error if so_far.error else so_far.ended.reason
+    return " ".join(text.split())
 
 
 def _metrics_of(run: PastRun) -> list[str]:
