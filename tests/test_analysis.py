@@ -316,6 +316,31 @@ def test_the_recommendation_says_what_it_costs() -> None:
     assert "Each of the 4 workers adds 75 % of the rate of one process" in text
 
 
+def reasons_of(*predictions: StepPrediction) -> str:
+    return " ".join(recommend(predictions, "digits", 4).reasons)
+
+
+def test_a_faster_strategy_that_is_not_recommended_is_explained() -> None:
+    text = reasons_of(SINGLE, made("elastic", "own models", 4400))
+    assert "no strategy whose workers train one model together is clearly faster" in text
+    assert (
+        "elastic would train on 4.4 times as many samples per second, but its workers train models of their own" in text
+    )
+    assert "own models" not in reasons_of(SINGLE, made("elastic", "own models", 1100))
+
+
+def test_overlapping_ranges_are_not_called_as_fast() -> None:
+    text = reasons_of(made("single", "exact", 3000, off=1.0), made("all_reduce", "exact", 1000, off=1.0))
+    assert "all_reduce (1,000 samples/s) cannot be told apart from it by this prediction" in text
+
+
+def test_a_default_that_is_slower_than_one_process_is_named() -> None:
+    assert "sync, the default, would be 40 times slower than one process here." in reasons_of(
+        SINGLE, made("sync", "exact", 25)
+    )
+    assert "the default" not in reasons_of(SINGLE, made("sync", "exact", 900))
+
+
 # ---- the commands ----
 
 
@@ -324,7 +349,15 @@ def test_analyze_prints_tables_and_a_recommendation(monkeypatch: pytest.MonkeyPa
     command = ["analyze", "linear", "--workers", "2", "--network", "1gbit"]
     shown = CliRunner().invoke(build_app(), command)
     assert shown.exit_code == 0, shown.output
-    for word in ("work W", "max(W/p, D)", "LogP lower bound", "star of 2 servers", "recursive_doubling", "- Use "):
+    for word in (
+        "work W",
+        "max(W/p, D)",
+        "LogP lower bound",
+        "star of 2 servers",
+        "each on a machine of its own, 1gbit",
+        "recursive_doubling",
+        "- Use ",
+    ):
         assert word in shown.output
     found = json.loads(CliRunner().invoke(build_app(), [*command, "--json"]).stdout)
     assert found["recommended"] in {one["words"] for one in found["predictions"]}

@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rainband.analysis.predict import KINDS, MODEL_ERROR, Kind, StepPrediction
+from rainband.options import DEFAULT_STRATEGY
 from rainband.views.formatting import percent, short
 
 CLEARLY = 1.5  # times as many samples per second
 ABOUT = 1.1  # times as many are no reason to prefer staler gradients
+NONE_FASTER = "no strategy whose workers train one model together is clearly faster."
 CHOSEN: tuple[Kind, ...] = ("exact", "larger batch", "stale")
 
 
@@ -33,14 +35,16 @@ def recommend(predictions: Sequence[StepPrediction], task: str, workers: int) ->
     found = [one for one in best if one is not None]
     chosen = found[0]
     for one in found[1:]:
-        if one.samples_per_s >= CLEARLY * chosen.samples_per_s and not one.overlaps(chosen):
+        if _clearly_faster(one, chosen):
             chosen = one
     single = next((one for one in predictions if one.one_process), None)
     return Recommendation(
         chosen,
         (
             _what(chosen, single),
+            *_own_models(chosen, predictions),
             *_ties(chosen, predictions),
+            *_default(chosen, predictions, single),
             *_faster(chosen, found, task, workers),
             *_limits(chosen, single, workers),
             f"Ranges are the quartiles of the measured gradients and the simulator's error, {MODEL_ERROR:.0%}; other "
@@ -60,7 +64,7 @@ def _what(chosen: StepPrediction, single: StepPrediction | None) -> str:
     rate = f"{short(chosen.samples_per_s)} samples/s are predicted ({range_text(chosen)})"
     if single is None or chosen is single:
         text = f"Use {chosen.words}: {rate}."
-        return text if single is None else f"{text[:-1]}; no strategy with several workers is clearly faster."
+        return text if single is None else f"{text[:-1]}; {NONE_FASTER}"
     times = chosen.samples_per_s / single.samples_per_s
     return f"Use {chosen.words}: {rate}, {times:.2g} times one process. Its updates are {KINDS[chosen.kind]}."
 
@@ -68,8 +72,37 @@ def _what(chosen: StepPrediction, single: StepPrediction | None) -> str:
 def _ties(chosen: StepPrediction, predictions: Sequence[StepPrediction]) -> list[str]:
     alike = [one for one in predictions if one is not chosen and one.kind == chosen.kind]
     ties = [one.words for one in alike if one.overlaps(chosen)]
-    verb = "are" if len(ties) > 1 else "is"
-    return [f"{_and(ties)} {verb} about as fast: the ranges overlap."] if ties else []
+    if not ties:
+        return []
+    rates = _and([short(one.samples_per_s) for one in alike if one.overlaps(chosen)])
+    return [f"{_and(ties)} ({rates} samples/s) cannot be told apart from it by this prediction: the ranges overlap."]
+
+
+def _own_models(chosen: StepPrediction, predictions: Sequence[StepPrediction]) -> list[str]:
+    """Say why a clearly faster one that averages models is not recommended."""
+    own = [one for one in predictions if one.kind == "own models" and _clearly_faster(one, chosen)]
+    if not own:
+        return []
+    best = max(own, key=lambda one: one.samples_per_s)
+    times = best.samples_per_s / chosen.samples_per_s
+    return [
+        f"{best.words} would train on {times:.2g} times as many samples per second, "
+        "but its workers train models of their own, and how often these must be averaged depends on the task: such "
+        "strategies are never recommended."
+    ]
+
+
+def _default(chosen: StepPrediction, predictions: Sequence[StepPrediction], single: StepPrediction | None) -> list[str]:
+    """Warn if the strategy that is used unless another is named would be slower than one process."""
+    default = next((one for one in predictions if one.words == DEFAULT_STRATEGY), None)
+    if default is None or single is None or default is chosen or not _clearly_faster(single, default):
+        return []
+    times = single.samples_per_s / default.samples_per_s
+    return [f"{DEFAULT_STRATEGY}, the default, would be {times:.2g} times slower than one process here."]
+
+
+def _clearly_faster(one: StepPrediction, other: StepPrediction) -> bool:
+    return one.samples_per_s >= CLEARLY * other.samples_per_s and not one.overlaps(other)
 
 
 def _faster(chosen: StepPrediction, found: Sequence[StepPrediction], task: str, workers: int) -> list[str]:

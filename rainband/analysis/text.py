@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rainband.analysis.analysis import Analysis
+from rainband.analysis.analysis import HERE, Analysis
 from rainband.analysis.count import LayerWork
 from rainband.analysis.predict import KINDS
 from rainband.analysis.recommend import range_text
@@ -117,9 +117,12 @@ def _predictions(analysis: Analysis) -> list[str]:
             )
         )
     servers = f" and {count(setting.servers, 'server')}" if setting.servers else ""
+    where = (
+        "processes of this machine" if setting.network == HERE else f"each on a machine of its own, {setting.network}"
+    )
     return [
-        f"Predicted by the simulator for {count(setting.workers, 'worker')}{servers}, {setting.network}. In a step,",
-        "each worker computes a batch; workers that share batches compute one together:",
+        f"Predicted by the simulator for {count(setting.workers, 'worker')}{servers}, {where}.",
+        "In a step, each worker computes a batch; workers that share batches compute one together:",
         "",
         *table(rows, indent="  "),
     ]
