@@ -153,7 +153,9 @@ function drawScale({ g, left, width }, y, columns, began, most) {
   g.textAlign = "right";
   g.fillText(seconds(columns.at(-1)[1] - began), left + width, y);
   if (width < 200) return; // no room between the ends
-  const [from, steps] = [left + width * 0.3, 40];
+  const ends = g.measureText(most).width + g.measureText(seconds(columns.at(-1)[1] - began)).width + 16;
+  const shift = Math.max(0, ends - width * 0.3); // so that the ends of both scales do not touch
+  const [from, steps] = [left + width * 0.3 - shift, 40];
   const step = (width * 0.4) / steps;
   for (let k = 0; k < steps; k++) {
     g.fillStyle = heat(Math.sqrt(k / (steps - 1)));
@@ -162,7 +164,7 @@ function drawScale({ g, left, width }, y, columns, began, most) {
   g.fillStyle = color("--dim");
   g.fillText("0", from - 4, y);
   g.textAlign = "left";
-  g.fillText(most, left + width * 0.7 + 4, y);
+  g.fillText(most, left + width * 0.7 - shift + 4, y);
 }
 
 function drawBlocks(host, now, shown) {

@@ -6,6 +6,7 @@ const SERVER_Y = 38;
 const BELOW = 48; // the workers, to the end of the picture
 const MANY = 12; // more workers have no text of their own
 const MAX_SERVERS = 8;
+const SERVER_WIDTH = 92; // with the space between two
 
 let workerY = 168;
 
@@ -17,7 +18,7 @@ export function drawTopology(now) {
   const height = workerY + BELOW;
   const width = Math.max(260, host.clientWidth);
   const few = now.workers.length <= MANY;
-  const servers = now.servers.slice(0, MAX_SERVERS);
+  const servers = now.servers.slice(0, Math.max(1, Math.min(MAX_SERVERS, Math.floor(width / SERVER_WIDTH))));
   const label = `${now.num_workers} workers, ${now.num_servers} servers and a coordinator`;
   const picture = svg("svg", {
     viewBox: `0 0 ${width} ${height}`,
@@ -48,6 +49,9 @@ export function drawTopology(now) {
     key("--bad", "✕ lost or inactive"),
     some
       ? `${now.workers.length} of ${now.num_workers.toLocaleString("en-US")} workers: those that stand out, and others`
+      : null,
+    servers.length < now.num_servers
+      ? `${servers.length} of ${now.num_servers.toLocaleString("en-US")} servers`
       : null,
   );
   const traffic = now.pushed_bytes + now.pulled_bytes > 0;
