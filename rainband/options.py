@@ -339,7 +339,9 @@ class OutputOptions(TypedDict, total=False):
     ]
     csv: Annotated[bool | None, Option("Also write progress.csv.")]
     tensorboard: Annotated[bool | None, Option("Also write files for TensorBoard.")]
-    dashboard: Annotated[bool | None, Option("Show the run in the browser, at an address that is printed.")]
+    dashboard: Annotated[
+        bool | None, Option("Show the run in the browser while it lasts, at an address that is printed.")
+    ]
 
 
 # size: one key for each option of a run

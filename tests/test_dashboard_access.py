@@ -265,3 +265,35 @@ def test_a_process_beside_the_run_serves_it_and_ends_with_it(tmp_path: Path, cap
     assert token.encode() not in arguments
     sink.close()
     assert sink.process.returncode == 0
+
+
+def test_a_name_that_is_too_long_is_an_unknown_run(tmp_path: Path) -> None:
+    client = Client(tmp_path)
+    for name in ("a" * 300, "a%00b"):
+        answered = client.ask(f"/api/run?run={name}")
+        assert answered.status == 404
+        assert {name: answered.headers.get(name) for name in HEADERS} == HEADERS
+
+
+def test_errors_of_a_route_have_the_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(root: Path) -> None:
+        raise OSError("unreadable")
+
+    monkeypatch.setattr(dashboard_app, "list_newest", broken)
+    answers: list[dict[str, Any]] = []
+
+    async def ask() -> None:
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(message: Any) -> None:
+            answers.append(message)
+
+        headers = [(b"host", b"127.0.0.1"), (b"authorization", f"Bearer {TOKEN}".encode())]
+        scope = {"type": "http", "method": "GET", "path": "/api/runs", "query_string": b"", "headers": headers}
+        with pytest.raises(OSError, match="unreadable"):
+            await Client(tmp_path).app(scope, receive, send)
+
+    asyncio.run(ask())
+    names = {name.decode() for name, _ in answers[0]["headers"]}
+    assert answers[0]["status"] == 500 and names >= set(HEADERS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import math
+import os
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -314,7 +315,8 @@ def list_runs(root: Path) -> list[Path]:
 
 
 def is_run(path: Path) -> bool:
-    return (path / "config.json").is_file() or (path / "events.jsonl").is_file()
+    """Return True if the directory is that of a run; a name that is too long or has a zero byte is none."""
+    return os.path.isfile(path / "config.json") or os.path.isfile(path / "events.jsonl")
 
 
 def find_run(root: Path, word: str) -> Path:

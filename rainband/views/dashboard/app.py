@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
@@ -66,8 +65,8 @@ class Dashboard:
         self.open: OrderedDict[str, OpenRun] = OrderedDict()
         self.stopping = asyncio.Event()
 
-    def app(self, token: str, hosts: tuple[str, ...]) -> Starlette:
-        """Return the application."""
+    def app(self, token: str, hosts: tuple[str, ...]) -> Guard:
+        """Return the application; the guard is outermost, so that answers to errors have its headers, too."""
         routes = [
             Route("/", self.index),
             Route("/api/runs", self.runs),
@@ -78,7 +77,7 @@ class Dashboard:
             Route("/metrics", self.metrics),
             Mount("/static", StaticFiles(directory=STATIC)),
         ]
-        return Starlette(routes=routes, middleware=[Middleware(Guard, token=token, hosts=hosts)])
+        return Guard(Starlette(routes=routes), token, hosts)
 
     async def index(self, request: Request) -> Response:
         return Response((STATIC / "index.html").read_bytes(), media_type="text/html")

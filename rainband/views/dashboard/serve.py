@@ -49,7 +49,7 @@ def serve(
     dashboard = Dashboard(root, chosen)
     config = uvicorn.Config(
         dashboard.app(token, (*LOOPBACK, *hosts)),
-        log_level="warning",
+        log_level="warning" if until is None else "critical",  # beside a run, the terminal is for the run
         access_log=False,
         timeout_graceful_shutdown=CLOSE_WITHIN_S,
         server_header=False,

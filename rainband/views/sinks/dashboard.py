@@ -27,6 +27,7 @@ class DashboardProcess:
     def __init__(self, directory: Path) -> None:
         from rainband.views.dashboard.listener import address_of, listen, new_token
 
+        self.directory = directory
         listener, token = listen("127.0.0.1", 0), new_token()
         with listener:
             number = listener.fileno()
@@ -55,3 +56,4 @@ class DashboardProcess:
         except (OSError, subprocess.TimeoutExpired):
             self.process.kill()
             self.process.wait()
+        print(f"dashboard: ended with the run; rainband dashboard {self.directory} shows it again", file=sys.stderr)
