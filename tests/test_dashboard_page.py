@@ -16,7 +16,7 @@ from rainband.protocol import events
 from rainband.views.dashboard import fold
 from rainband.views.dashboard.findings import Level
 from rainband.views.dashboard.fold import Folded, RunFile, log_before, main_metric
-from rainband.views.dashboard.page import NOTHING, PageHistory, RunPage, Sent, bin_names, strip_of
+from rainband.views.dashboard.page import LATE_COLUMNS, NOTHING, PageHistory, RunPage, Sent, bin_names, strip_of
 from rainband.views.dashboard.prometheus import as_metrics
 from rainband.views.dashboard.runs_list import list_newest
 from rainband.views.dashboard.saved import STATIC, SavedPage, joined_modules, saved_page
@@ -367,5 +367,6 @@ def test_nothing_is_sent_twice() -> None:
     _, sent = RunPage(file).history()
     again, same = RunPage(file).history(sent)
     assert same == sent != Sent()
-    assert (len(again.curve["at_s"]), len(again.column_s), again.log) == (1, 1, [])
+    assert (len(again.curve["at_s"]), again.log) == (1, [])
+    assert len(again.column_s) <= LATE_COLUMNS + 1  # their waiting may be reported late
     assert math.isclose(again.curve["at_s"][0] or 0.0, 9.0)
