@@ -292,9 +292,9 @@ def test_a_push_that_is_refused_gives_back_what_it_had_of_earlier_gradients(code
 
 
 def test_batches_that_are_computed_again_move_no_parameter_twice(tmp_path: Path) -> None:
-    """One of three servers has the last push of the killed worker, and ignores the one that repeats it."""
+    """A worker is killed between two pushes: what others compute again is applied once."""
     faults = tmp_path / "faults"
-    faults.write_text("0.32 kill worker 1\n")
+    faults.write_text("0.33 kill worker 1\n")
     options = {
         "faults": faults,
         "compute": {"step_s": 0.01},
