@@ -52,4 +52,6 @@ CLAIM = Claim(
             control=True,
         ),
     ),
+    why="Dividing by the staleness does what is claimed. But a rate that is tuned for n = 30 does as well here, so the "
+    "control cannot tell the rule from a smaller rate.",
 )
