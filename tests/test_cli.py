@@ -765,7 +765,9 @@ def test_two_runs_are_compared_by_the_settings_that_differ_and_the_results() -> 
     assert lines[:2] == ["first   a", "second  b"]
     at = lines.index("Settings that differ:")
     assert lines[at + 1 : at + 3] == ["        first  second", "  seed  1      2"]
-    assert "All settings are equal." in Said("compare", "a", "a").out.splitlines()
+    write_run(Path("runs/c"), [started(), ended(accuracy=0.5)], a_config(seed=1))
+    assert "All settings are equal." in Said("compare", "a", "c").out.splitlines()
+    assert "the same run is given twice" in Said("compare", "a", "a").err
 
 
 def test_a_run_that_does_not_exist_is_reported() -> None:
