@@ -37,14 +37,14 @@ BATCH_SIZES = (16, 32, 64, 128)
 def placement_of(way: str, task: Task, batch_size: int) -> Placement:
     resources = Resources(num_machines=MACHINES)
     whole = _profile(task, batch_size, {})
-    if way == DATA:
+    if way == MODEL:
+        return wide_stages(_profile(task, batch_size, MODEL_PARALLEL), 1, MACHINES, MODEL_PARALLEL, resources)
+    splits = {choice.unit.layer: str(choice.ways) for choice in choose(whole, MACHINES // 2) if choice.ways > 1}
+    if way == DATA or not splits:  # with large batches, the planner splits no layer
         everything = PlacedStage(tuple(range(MACHINES)), whole.names)
         return Placement(
             model=whole.model, kind="pipeline", partitioner="none", num_machines=MACHINES, stages=(everything,)
         )
-    if way == MODEL:
-        return wide_stages(_profile(task, batch_size, MODEL_PARALLEL), 1, MACHINES, MODEL_PARALLEL, resources)
-    splits = {choice.unit.layer: str(choice.ways) for choice in choose(whole, MACHINES // 2) if choice.ways > 1}
     return data_then_model_parallel(_profile(task, batch_size, splits), MACHINES // 2, splits, resources)
 
 
