@@ -129,19 +129,19 @@ def test_stages_without_servers_go_on_from_the_last_checkpoint(
     stage_plan = planned(Shaped("chain"), 2)
     often = {"checkpoint_every_s": 0.1}
     with launcher.run(
-        tmp_path, strategy, servers=0, stage_plan=stage_plan, name="chain", samples=6000, options=often, **STAGED
+        tmp_path, strategy, servers=0, stage_plan=stage_plan, name="chain", samples=12000, options=often, **STAGED
     ) as run:
         run.first(events.CheckpointWritten)
         run.remember()
         run.worker(1).kill()
         result = run.result()
     assert result.outcome == "finished", result.reason
-    assert (result.accounting["applied"], result.accounting["lost"], result.accounting["applied_twice"]) == (1500, 0, 0)
+    assert (result.accounting["applied"], result.accounting["lost"], result.accounting["applied_twice"]) == (3000, 0, 0)
     [restored] = run.all(events.Restored)
     assert (
         restored.step in {event.step for event in run.all(events.CheckpointWritten)} and restored.repeated is not None
     )
     if strategy == "single":  # whenever checkpoints are written, its model is that of a run without faults
-        expected = simulated(tmp_path / "sim", "single", "chain", workers=2, stage_plan=stage_plan, samples=6000)
+        expected = simulated(tmp_path / "sim", "single", "chain", workers=2, stage_plan=stage_plan, samples=12000)
         for key, value in load_file(tmp_path / "run" / "model.safetensors").items():
             torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12)
